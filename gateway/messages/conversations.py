@@ -2,7 +2,8 @@
 
 A conversation is known by the digest of its messages and their answer. A request that repeats them and adds to them
 continues that trajectory. Rules:
-- A request without an answer in it is a first turn, and a first turn is always new, because siblings share it.
+- A request without an answer in it is a first turn, and a first turn is always new, because siblings share it. But some
+  frameworks leave out an answer that is empty, so if just one sibling got such an answer, what adds a message is its.
 - Siblings with equal answers share a digest too. They are assigned in the order in which their answers came. A
   trajectory that is at work is not assigned again, except for the very same request: a retry.
 - Siblings whose answers differ only in their thoughts share a digest, because most clients leave thoughts out. If a
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
 
 # Begins the digest of an answer's calls without its text.
 _OF_CALLS = "?"
+# Begins the digest of a first question whose answer was empty.
+_UNANSWERED = "!"
+_NOTHING = {"role": "assistant", "content": ""}
 # Prompts without messages are compared at multiples of this many bytes, plus the known remainders.
 _BLOCK_BYTES = 1024
 
@@ -186,6 +190,8 @@ class Conversations:
             digests.insert(num_before, (digest, False))
         if digests:
             digests.insert(-1, (_OF_CALLS + digests[-1][0], False))
+        elif history.before_last:
+            digests = [(_UNANSWERED + history.before_last, False)]
         if history.with_thoughts:  # the more exact one comes later, to be tried first
             found = history.with_thoughts
             digests = [
@@ -231,6 +237,8 @@ def _keys_of(history: History, answer: object) -> tuple[str, ...]:
     answered, asked = history.digests_of(answer), history.digest()
     if isinstance(answer, dict) and answer.get("tool_calls") and answer.get("content"):
         answered += (_OF_CALLS + history.digest({"role": "assistant", "tool_calls": answer["tool_calls"]}),)
+    if not history.digests and answered[0] in (asked, history.digest(_NOTHING)):
+        answered += (_UNANSWERED + asked,)
     is_question = history.digests and asked != history.digests[-1]  # and not the beginning of an answer
     return (*answered, asked) if is_question else answered
 

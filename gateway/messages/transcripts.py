@@ -48,6 +48,7 @@ class History:
         asked: the chain's digest before each answer but the first, with how many of `digests` came before it.
         num_calls: tool calls in a chat's answers.
         with_thoughts: the second digest of each answer that has its thoughts, by the first.
+        before_last: the chain's digest before the last message, if there are several and no answers; else "".
     """
 
     def __init__(self, body: Mapping[str, Any], hasher: "Hasher | None" = None) -> None:
@@ -55,8 +56,10 @@ class History:
         self.asked: list[tuple[str, int]] = []
         self.num_calls = _num_calls(conversation_of(body))
         self.with_thoughts: dict[str, str] = {}
+        self.before_last = ""
         self._hasher: Hasher = hasher or sha256()
         self._was_answered = True
+        self._has_begun = False
         self._thoughts = ""  # of the answer so far, if the conversation ends with one: it may consist of several items
         self._read(normalised(body))
 
@@ -67,11 +70,13 @@ class History:
         longer.num_calls = self.num_calls + _num_calls(messages)
         longer.with_thoughts = self.with_thoughts.copy()
         longer._was_answered, longer._thoughts = self._was_answered, self._thoughts
+        longer._has_begun, longer.before_last = self._has_begun, self.before_last
         longer._read(map(normalised_message, messages))
         return longer
 
     def _read(self, messages: Iterable[Normalised]) -> None:
         said: list[str] = []
+        num_last = 0
         for answered, pieces, thoughts in messages:
             self._thoughts += thoughts
             if not pieces:
@@ -90,7 +95,15 @@ class History:
             else:
                 self._thoughts = ""
             self._was_answered = answered
+            num_last = len(pieces)
+        if self.digests:
+            self.before_last = ""
+        elif num_last and (self._has_begun or num_last < len(said)):
+            _feed(self._hasher, said[:-num_last])
+            said = said[-num_last:]
+            self.before_last = self._hasher.hexdigest()[:DIGEST_LENGTH]
         _feed(self._hasher, said)
+        self._has_begun = self._has_begun or num_last > 0
 
     def digest(self, answer: object = ()) -> str:
         """The chain's digest after its last message, and after an answer to it: a message, or output items."""

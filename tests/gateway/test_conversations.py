@@ -236,6 +236,27 @@ def test_rewritten_answers_are_recognised_from_the_second_turn_on(conversations:
     assert continued(conversations, chat(rewritten, observations[0], rewritten, observations[0])) == "a"
 
 
+@pytest.mark.parametrize(
+    "empty", [{"role": "assistant", "content": None}, {"role": "assistant", "content": [{"type": "text", "text": ""}]}]
+)
+def test_an_empty_first_answer_may_be_left_out(conversations: Conversations, empty: dict) -> None:
+    """Some frameworks (pydantic-ai, Google ADK) do so, and add a message. This is no first turn if one sibling alone
+    got such an answer; the others, and what adds more, are not mistaken for it."""
+    remember(conversations, "other", chat(), {"role": "assistant", "content": "Files."})
+    retry = {"role": "user", "content": "Say something."}
+    assert continued(conversations, chat(retry)) is None
+    remember(conversations, "a", chat(), empty)
+    assert continued(conversations, chat()) is None
+    assert continued(conversations, chat(retry, retry)) is None
+    assert continued(conversations, chat(retry)) == "a"
+    remember(conversations, "a", chat(retry), called("c1"))
+    assert continued(conversations, chat(retry, called("c1"), result("c1", "x"))) == "a"
+    conversations.release("a")
+    for name in ("b", "c"):
+        remember(conversations, name, chat(), empty)
+    assert continued(conversations, chat(retry)) is None, "it may be either's"
+
+
 def test_an_answer_whose_text_was_left_out_is_recognised_by_its_calls(conversations: Conversations) -> None:
     """Some frameworks (Semantic Kernel) keep only the calls of an answer that says something too. Calls have ids of
     their own, so this tells siblings apart also after their first turn; without such ids, none is preferred."""

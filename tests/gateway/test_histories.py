@@ -36,8 +36,9 @@ MESSAGES = st.lists(
 )
 
 
-def seen(history: History) -> tuple[list[str], list[tuple[str, int]], str, str, int]:
-    return history.digests, history.asked, history.digest(), history.digest(ANSWER), history.num_calls
+def seen(history: History) -> tuple[object, ...]:
+    digests = history.digest(), history.digest(ANSWER)
+    return history.digests, history.asked, *digests, history.num_calls, history.before_last
 
 
 class Reader:
