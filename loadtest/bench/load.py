@@ -14,6 +14,7 @@ import asyncio
 import itertools
 import random
 from collections.abc import Callable
+from functools import partial
 from time import perf_counter
 from typing import Any, cast
 
@@ -21,10 +22,12 @@ import orjson
 import uvloop
 
 from loadtest.bench.check import Checker
-from loadtest.bench.requests import Body, bodies, contexts, head
+from loadtest.bench.requests import Body, bodies, contexts, head, in_turn
 
 TURNS_PER_TRAJECTORY = 10
 
+# The request of each turn of a conversation.
+Conversation = Callable[[int], Body]
 # What to send for the next turn of the agent with this number, after this many answers.
 NextTurn = Callable[[int, int], list[bytes | memoryview]]
 
@@ -104,17 +107,14 @@ class Agent(asyncio.Protocol):
         return self._size >= self._wanted
 
 
-def next_turn(options: argparse.Namespace, conversations: list[list[Body]]) -> NextTurn:
-    """Turns of trajectories that are replaced every ten turns, or of a fixed number that go on.
-
-    Conversations of one request repeat it; those of several begin again after their last.
-    """
+def next_turn(options: argparse.Namespace, conversations: list[Conversation]) -> NextTurn:
+    """Turns of trajectories that are replaced every ten turns, or of a fixed number that go on."""
     # A trajectory must not recur in a later run against the same server, except those that go on.
     run = f"{options.seed}-{random.SystemRandom().randrange(16**6):06x}"
     turns = itertools.count()
 
-    def asked(name: str, conversation: list[Body], turn: int) -> list[bytes | memoryview]:
-        body = conversation[turn % len(conversation)]
+    def asked(name: str, conversation: Conversation, turn: int) -> list[bytes | memoryview]:
+        body = conversation(turn)
         return [head(options.port, None if options.no_ids else name, sum(map(len, body))), *body]
 
     def fresh(number: int, num_answers: int) -> list[bytes | memoryview]:
@@ -134,11 +134,13 @@ def next_turn(options: argparse.Namespace, conversations: list[list[Body]]) -> N
 async def load(options: argparse.Namespace) -> dict[str, Any]:
     """Ask for this long, or this often; returns the number of answers, their rate, and latencies in microseconds."""
     loop = asyncio.get_running_loop()
+    conversations: list[Conversation]
     if options.contexts:
-        conversations = contexts(options.seed, options.stream, options.body, options.connections)
+        growing = contexts(options.seed, options.stream, options.body, options.connections)
+        conversations = [partial(_in_turn_of, requests) for requests in growing]
     else:
         payloads = bodies(options.seed, options.stream, options.body, not options.no_tools)
-        conversations = [[[payload]] for payload in payloads]
+        conversations = [partial(in_turn, payload) for payload in payloads]
     turn = next_turn(options, conversations)
     checker, clock = Checker(options.stream), Clock(options.answers)
     agents = []
@@ -162,6 +164,11 @@ async def load(options: argparse.Namespace) -> dict[str, Any]:
         "p50_us": latencies[len(latencies) // 2] * 1e6,
         "p99_us": latencies[len(latencies) * 99 // 100] * 1e6,
     }
+
+
+def _in_turn_of(requests: list[Body], turn: int) -> Body:
+    """A conversation begins again after its last request."""
+    return requests[turn % len(requests)]
 
 
 def main() -> None:

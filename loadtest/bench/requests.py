@@ -14,6 +14,7 @@ Body = list[bytes | memoryview]
 _NUM_PROMPTS = 64
 _MAX_BYTES = 16 * 2**20  # for all of them together
 _TEXT_BYTES = 2**16
+_NUMBER = b"00000000"  # stands for the number of a turn; the text around it has letters only
 # Lines of code and logs: quotes, backslashes, indentation, and now and then a character beyond ASCII.
 _LINES = (
     "def {0}({1}, {2}):\n",
@@ -36,13 +37,20 @@ def bodies(seed: int, stream: bool, num_bytes: int, has_tools: bool = True) -> l
     return [_body(text, dice, stream, num_bytes, has_tools) for _ in range(number)]
 
 
+def in_turn(body: bytes, turn: int) -> Body:
+    """One of these requests as its agent asks it in this turn: of the same size, but not the same."""
+    start = body.index(_NUMBER)
+    rest = memoryview(body)
+    return [rest[:start], b"%08d" % turn, rest[start + len(_NUMBER) :]]
+
+
 def _body(text: str, dice: random.Random, stream: bool, num_bytes: int, has_tools: bool) -> bytes:
     def some(length: int) -> str:
         start = dice.randrange(len(text))
         return (text[start:] + text * (length // len(text) + 1))[:length]
 
     call = {"id": "call_1", "type": "function", "function": {"name": "shell", "arguments": '{"command": "ls -l"}'}}
-    tool_result = {"role": "tool", "tool_call_id": "call_1", "content": ""}
+    tool_result = {"role": "tool", "tool_call_id": "call_1", "content": _NUMBER.decode()}
     request = {
         "model": MODEL,
         "messages": [

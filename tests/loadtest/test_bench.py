@@ -15,7 +15,7 @@ from loadtest.bench.check import Checker
 from loadtest.bench.goals import GOALS, goals_table
 from loadtest.bench.peers import DIRECT, GATEWAY, PEERS, PROGRAMS, RUST, STICKY, Peer
 from loadtest.bench.processes import NotStarted, raise_file_limit
-from loadtest.bench.requests import bodies, contexts
+from loadtest.bench.requests import bodies, contexts, in_turn
 from loadtest.bench.rig import Rig
 from loadtest.bench.run import Record, run_section
 from loadtest.bench.sections import SECTIONS, Section
@@ -189,10 +189,14 @@ def test_an_answer_that_differs_from_the_backends_is_detected() -> None:
 
 @pytest.mark.parametrize("num_bytes", [1_000, 5_500, 100_000, 1_000_000])
 def test_requests_have_exactly_the_size_asked_for(num_bytes: int) -> None:
-    """All requests of a run differ, and the same seed makes the same requests."""
+    """All requests of a run differ, also those of one trajectory, and the same seed makes the same requests."""
     some = bodies(1, True, num_bytes)
-    assert {len(body) for body in some} == {num_bytes}
-    assert len(set(some)) == len(some) and some == bodies(1, True, num_bytes)
+    asked = [b"".join(in_turn(body, turn)) for body in some for turn in range(3)]
+    assert {len(body) for body in asked} == {num_bytes}
+    assert len(set(asked)) == 3 * len(some) and some == bodies(1, True, num_bytes)
+    assert [message["content"] for message in read_messages(asked[0])][:3] == [
+        message["content"] for message in read_messages(asked[1])
+    ][:3]
 
 
 @pytest.mark.parametrize("num_bytes", [20_000, 100_000, 1_000_000])
