@@ -12,6 +12,7 @@ from typing import Any, TypeGuard
 import orjson
 
 from gateway.http.errors import Api, ApiError, api_error, engine_error
+from gateway.messages.short_answers import MAX_COUNT, Counts, read_short
 from scheduling.values import value_class
 
 Content = dict[str, Any] | str | None
@@ -21,7 +22,8 @@ _REASON_NAME = b'"finish_reason"'
 _REASON = re.compile(rb': ?"([^"]*)"')
 _USAGE_NAME = b'"usage"'
 _ID_TEXT = "token_id:"
-_MAX_COUNT = 2**40  # more than any context, and small enough that sums cannot overflow
+# What is longer is searched in less time than it takes to pass by all that is not read.
+_SHORT_BYTES = 4_096
 _USAGE = re.compile(rb": ?(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})")
 
 
@@ -50,12 +52,15 @@ class Answer:
 
 
 def read_answer(api: Api, body: bytes, may_be_cut: bool = False) -> Answer:
-    """Read a whole 200 answer. Cost: OpenAI's choices are searched, not parsed: 4 us for 3 KB, 50 us for 200 KB.
+    """Read a whole 200 answer. Cost: a long one in OpenAI's form is searched, not parsed: 50 us for 200 KB.
 
     Args:
         may_be_cut: its length was not told, so only parsing it shows whether it ends where it should.
     """
     if api in ("chat", "completions", "generate") and not may_be_cut:
+        short = read_short(body) if len(body) <= _SHORT_BYTES else None
+        if short is not None and short.choices and _REASONS.issuperset([one.finish_reason for one in short.choices]):
+            return Answer(body, short.choices[0].finish_reason, _usage_in(short.usage))
         reasons = _reasons(body)
         # An engine that breaks JSON has cut it or put something before it; the part inside was encoded as a whole.
         if reasons and _REASONS.issuperset(reasons) and body.lstrip()[:1] == b"{" and body.rstrip()[-1:] == b"}":
@@ -227,6 +232,13 @@ def _reasons(body: bytes) -> list[str]:
     return reasons
 
 
+def _usage_in(counts: Counts | None) -> Usage | None:
+    if counts is None:
+        return None
+    details = counts.prompt_tokens_details
+    return Usage(counts.prompt_tokens, counts.completion_tokens, None if details is None else details.cached_tokens)
+
+
 def _read_parsed(api: Api, body: bytes, parsed: dict[str, Any]) -> Answer:
     if parsed.get("error") or parsed.get("object") == "error":
         return Answer(body, error=engine_error(200, parsed))
@@ -279,4 +291,4 @@ def _cached(details: object) -> int | None:
 
 def _is_count(number: object) -> TypeGuard[int]:
     """Whether it can be a number of tokens: sums of these fit into the 64 bits that JSON and stores hold."""
-    return type(number) is int and 0 <= number < _MAX_COUNT
+    return type(number) is int and 0 <= number < MAX_COUNT

@@ -89,6 +89,27 @@ def test_an_error_body_with_status_200_is_an_error() -> None:
         assert (error.status, error.message) == (503, "m")
 
 
+_DETAILS: list[object] = [
+    None,
+    {},
+    {"cached_tokens": None},
+    {"cached_tokens": 5, "audio_tokens": 0},
+    {"cached_tokens": -1},
+    3,
+]
+
+
+@pytest.mark.parametrize("prompt", [7, 0, -1, 7.0, True, None, "7", 2**40])
+@pytest.mark.parametrize("made", [3, 0, -1, 3.5, True, None, 2**63])
+@pytest.mark.parametrize("details", _DETAILS)
+def test_usage_at_the_end_is_what_a_parser_finds(prompt: object, made: object, details: object) -> None:
+    """Whatever its form, whether or not members follow, and whether the answer is short or long."""
+    usage = {"prompt_tokens": prompt, "completion_tokens": made, "prompt_tokens_details": details}
+    body = {"choices": [{"finish_reason": "stop"}], "usage": usage}
+    for more in ({}, {"metadata": {"a": ["}"]}}, {"choices": [{"finish_reason": "stop", "text": "a" * 5_000}]}):
+        assert read_answer("chat", orjson.dumps(body | more)).usage == usage_of(usage)
+
+
 def test_usage_is_read_from_responses_and_anthropic_messages() -> None:
     """Both name their token counts differently; Anthropic's input count excludes cached tokens."""
     responses = {
