@@ -8,6 +8,7 @@ of which this is a subclass.
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from functools import lru_cache
 from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
@@ -15,7 +16,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCy
 from gateway.http.client import AsgiClient, Client, Headers, Receive, Send
 
 _EXTENSION = "heddle"
-_CLOSE = (b"connection", b"close")
+_CLOSE = b"connection: close\r\n"
 
 
 class _Unawaited:
@@ -123,16 +124,16 @@ class Exchange(RequestResponseCycle):
         # HTTP/1.0 has no chunks: the stream ends with the connection, as `keep_alive` says.
         self._is_chunked = length is None and self.scope["http_version"] != "1.0"
         self._has_body = self.scope["method"] != "HEAD"
-        lines = [*map(b": ".join, self.default_headers), *map(b": ".join, headers)]
+        head = STATUS_LINE[status] + _lines(tuple(self.default_headers)) + headers
         if length is not None:
-            lines.append(b"content-length: %d" % length)
+            head += b"content-length: %d\r\n" % length
         elif self._is_chunked:
-            lines.append(b"transfer-encoding: chunked")
-        if _CLOSE in headers:
+            head += b"transfer-encoding: chunked\r\n"
+        if status >= 400 and headers.find(_CLOSE) >= 0:  # a request that was refused before its end
             self.keep_alive = False
         elif not self.keep_alive:
-            lines.append(b": ".join(_CLOSE))
-        self._head = STATUS_LINE[status] + b"\r\n".join(lines) + b"\r\n\r\n"
+            head += _CLOSE
+        self._head = head + b"\r\n"
 
     def write(self, data: bytes, more: bool) -> bool:
         """Write part of the body; returns `is_full`."""
@@ -184,6 +185,12 @@ class Exchange(RequestResponseCycle):
         """Wait until the connection takes more."""
         if self.is_full:
             await self.flow.drain()
+
+
+@lru_cache(maxsize=1)
+def _lines(headers: tuple[tuple[bytes, bytes], ...]) -> Headers:
+    """uvicorn's own headers, which change once a second."""
+    return b"".join([b"%b: %b\r\n" % header for header in headers])
 
 
 def client_of(scope: dict[str, Any], receive: Receive, send: Send) -> Client:

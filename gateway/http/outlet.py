@@ -11,13 +11,11 @@ from gateway.http.errors import Api, error_body, error_event
 from gateway.http.exchange import Exchange
 from gateway.http.refusals import Refused
 
-_JSON: Headers = [(b"content-type", b"application/json")]
+_JSON: Headers = b"content-type: application/json\r\n"
 # Proxies buffer and compress streams unless told not to.
-_STREAM: Headers = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-]
+_STREAM: Headers = (
+    b"content-type: text/event-stream; charset=utf-8\r\ncache-control: no-cache\r\nx-accel-buffering: no\r\n"
+)
 HEARTBEAT = b": waiting\n\n"
 
 
@@ -38,7 +36,7 @@ class Outlet:
     """
 
     def __init__(self, client: Client | None, api: Api, request_id: str, keeps: bool, max_kept_bytes: int) -> None:
-        self.headers: Headers = [(b"x-request-id", request_id.encode())]
+        self.headers: Headers = b"x-request-id: %b\r\n" % request_id.encode()
         self.has_begun = False
         self.num_events = 0
         self.num_bytes = 0
@@ -70,10 +68,10 @@ class Outlet:
         if self._head is None:
             self.engine_id, self.queued_ms = engine_id, round(queued_s * 1000)
 
-    def whole(self, status: int, body: bytes, headers: Headers | None = None) -> None:
+    def whole(self, status: int, body: bytes, headers: Headers = b"") -> None:
         """Send a whole JSON answer."""
         self.has_begun = True
-        self._start(status, [*_JSON, *(headers or [])], len(body))
+        self._start(status, _JSON + headers, len(body))
         self.go_on(body, more=False)
 
     def stream(self, data: bytes, more: bool = True) -> bool:
@@ -135,7 +133,8 @@ class Outlet:
             self.stream(error_event(self._api, refused.error, self._request_id, self.num_events), more=False)
         else:
             body = error_body(self._api, refused.error, self._request_id)
-            self.whole(refused.error.status, body, refused.headers())
+            headers = b"".join([b"%b: %b\r\n" % header for header in refused.headers()])
+            self.whole(refused.error.status, body, headers)
 
     def keep_no_longer(self) -> bool:
         """Free what is kept, so that nobody can follow any more; False, with nothing done, while somebody does."""
@@ -182,10 +181,10 @@ class Outlet:
                 self._tell_followers()
 
     def _start(self, status: int, headers: Headers, length: int | None) -> None:
-        headers = [*headers, *self.headers]
+        headers += self.headers
         if self.engine_id:
-            headers.append((b"x-heddle-engine", self.engine_id.encode()))
-            headers.append((b"x-heddle-queued-ms", b"%d" % self.queued_ms))
+            about = self.engine_id.encode(), self.queued_ms
+            headers += b"x-heddle-engine: %b\r\nx-heddle-queued-ms: %d\r\n" % about
         self._head = (status, headers, length)
         if self._client is not None:
             self._client.start(*self._head)
@@ -206,7 +205,7 @@ def sent_outlet(
         engine_id: "" if it is unknown, as for an answer that an earlier process sent.
     """
     outlet = Outlet(None, api, request_id, keeps=True, max_kept_bytes=len(body))
-    outlet.headers.append((b"x-trajectory-id", trajectory_id.encode()))
+    outlet.headers += b"x-trajectory-id: %b\r\n" % trajectory_id.encode()
     outlet.engine_id, outlet.queued_ms = engine_id, queued_ms
     if is_stream:
         outlet.stream(body, more=False)

@@ -182,8 +182,8 @@ def named(scope: Mapping[str, Any], body: bytes) -> Headers:
     try:
         identity = identify(scope["raw_path"].decode("latin-1"), scope["headers"], request)
     except IdentityError:
-        return []
-    return [(b"x-trajectory-id", identity.trajectory_id.encode())] if identity.trajectory_id else []
+        return b""
+    return b"x-trajectory-id: %b\r\n" % identity.trajectory_id.encode() if identity.trajectory_id else b""
 
 
 def _priority(identity: Identity) -> int:

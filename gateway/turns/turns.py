@@ -115,7 +115,7 @@ class Turns:
             except Refused:
                 outlet.headers += named(client.scope, body)
                 raise
-            outlet.headers.append((b"x-trajectory-id", ask.trajectory_id.encode("latin-1", "replace")))
+            outlet.headers += b"x-trajectory-id: %b\r\n" % ask.trajectory_id.encode("latin-1", "replace")
             joined = self._repeats.running(ask)
             if joined is not None:
                 joined.num_clients += 1  # now: its other clients may leave before the rest begins
