@@ -80,22 +80,30 @@ class RequestReader:
             scope: its raw path may hold an identity.
             path: the API route, without it.
         """
+        headers = dict(scope["headers"])  # of a repeated one the last counts
         try:
-            return self._ask(scope, api, path, body, self._read(scope, body))
+            return self._ask(scope, headers, api, path, body, self._read(scope, headers, body))
         except BrokenValue as error:
             raise invalid_json(str(error)) from None
 
-    def _read(self, scope: Mapping[str, Any], body: bytes) -> Mapping[str, Any]:
+    def _read(self, scope: Mapping[str, Any], headers: Mapping[bytes, bytes], body: bytes) -> Mapping[str, Any]:
         """The request, parsed when it is read if it is long and of a trajectory that has asked before."""
-        headers = scope["headers"]
         if len(body) >= _LAZY_FROM_BYTES:
             # Later steps say what is wrong with an id or with the body. parse_object allows deeper nesting.
             with contextlib.suppress(ValueError):
                 name = trajectory_in_head(scope["raw_path"].decode("latin-1"), headers)
                 return (self._unnamed if name is None else self._named).read(name, body)
-        return parse_object(body, headers)
+        return parse_object(body, scope["headers"])
 
-    def _ask(self, scope: Mapping[str, Any], api: Api, path: str, body: bytes, request: Mapping[str, Any]) -> Ask:
+    def _ask(
+        self,
+        scope: Mapping[str, Any],
+        headers: Mapping[bytes, bytes],
+        api: Api,
+        path: str,
+        body: bytes,
+        request: Mapping[str, Any],
+    ) -> Ask:
         stream = request.get("stream")
         if stream is not None and not isinstance(stream, bool):
             raise bad_request("'stream' must be true or false.", "stream")
@@ -105,7 +113,7 @@ class RequestReader:
         if api == "generate":
             self._check_kind(path, model)
         try:
-            identity = identify(scope["raw_path"].decode("latin-1"), scope["headers"], request)
+            identity = identify(scope["raw_path"].decode("latin-1"), headers, request)
         except IdentityError as error:
             raise bad_request(str(error), code="bad_identity") from None
         trajectory_id, is_inferred, history = identity.trajectory_id, False, None
@@ -120,7 +128,7 @@ class RequestReader:
         group_id = identity.group_id or known_group or self._groups.of(request)
         may_be_joined = identity.strong and not is_inferred
         keeps_tokens = self._has_token_legs and self._book.wants(trajectory_id, scope["headers"])
-        is_retry, retry_key = retry_of(scope["headers"])
+        is_retry, retry_key = retry_of(headers)
         # By position: keyword arguments cost 0.1 us each.
         return Ask(
             api,
@@ -180,7 +188,7 @@ def named(scope: Mapping[str, Any], body: bytes) -> Headers:
     with contextlib.suppress(Refused):
         request = parse_object(body, ())
     try:
-        identity = identify(scope["raw_path"].decode("latin-1"), scope["headers"], request)
+        identity = identify(scope["raw_path"].decode("latin-1"), dict(scope["headers"]), request)
     except IdentityError:
         return b""
     return b"x-trajectory-id: %b\r\n" % identity.trajectory_id.encode() if identity.trajectory_id else b""

@@ -42,7 +42,7 @@ FORMS: list[tuple[dict, str]] = [
 def identity(path: str = CHAT, headers: dict | None = None, body: dict | None = None) -> Identity:
     pairs = [(b"host", b"gateway"), (b"content-type", b"application/json")]
     pairs += [(name.encode(), value.encode("utf-8")) for name, value in (headers or {}).items()]
-    return identify(path, pairs, body or {})
+    return identify(path, dict(pairs), body or {})
 
 
 def merged(first: dict, second: dict) -> dict:
