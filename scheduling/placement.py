@@ -58,8 +58,6 @@ ROUNDING = 1e-9
 
 UNKNOWN_S = -1.0
 
-_NOBODY = 0.0, 0.0, 0.0  # share() of no trajectory
-
 
 @dataclass(slots=True)
 class EngineFacts:
@@ -196,9 +194,9 @@ def lower_the_latest(
     assert home.without is not None
     if len(fleet) < 2:
         return None
-    share = turn.share()
+    remaining, context, p90 = turn.share()
     without = home.without()
-    home_s = estimate_finish_s(home.profile, without, *share)
+    home_s = estimate_finish_s(home.profile, without, remaining, context, p90)
     latest, latest_s = home, home_s
     for engine in fleet:
         if engine.finish_s > latest_s:
@@ -206,20 +204,14 @@ def lower_the_latest(
     guessed_s = latest.profile.decode_base_ms * latest.work.vague_tokens / 1000
     temperature = hypot(NEAR_LATEST_SHARE * latest_s, GUESS_SHARE * guessed_s)
 
-    def finish_s(profile: EngineProfile, work: Work, remaining: float, context: float, p90: float) -> float:
-        guess_tokens = 1000 * guessed_s / profile.decode_base_ms
-        return estimate_finish_s(profile, work, remaining, context, p90 if p90 > guess_tokens else guess_tokens)
-
     if guessed_s:
-        home_s = finish_s(home.profile, without, *share)
-        latest_s = max(latest_s, home_s)
+        home_s = _finish_s(home.profile, without, guessed_s, remaining, context, p90)
+        if home_s > latest_s:
+            latest_s = home_s
     if home_s < latest_s - 3 * temperature:
         return None  # its weight is under 5 %: no move from it can gain enough
-
-    def weight(finish_s: float) -> float:
-        return exp((finish_s - latest_s) / temperature)
-
-    relief = weight(home_s) - weight(finish_s(home.profile, without, *_NOBODY))
+    left_s = _finish_s(home.profile, without, guessed_s)
+    relief = exp((home_s - latest_s) / temperature) - exp((left_s - latest_s) / temperature)
     least_gain = (1 - LARGEST_BURDEN) * relief
     if least_gain > LEAST_GAIN:
         least_gain = LEAST_GAIN
@@ -227,14 +219,29 @@ def lower_the_latest(
     for engine in _not_ruled_out(fleet, turn, home_s, least_burden, latest_s, temperature, guessed_s):
         if engine not in candidates:
             continue
-        with_it_s = finish_s(engine.profile, engine.work, *share) + engine.profile.prefill_s(turn.prompt_tokens)
+        with_it_s = _finish_s(engine.profile, engine.work, guessed_s, remaining, context, p90)
+        with_it_s += engine.profile.prefill_s(turn.prompt_tokens)
         if with_it_s >= home_s:
             continue
-        before_s = finish_s(engine.profile, engine.work, *_NOBODY) if guessed_s else engine.finish_s
-        burden = weight(with_it_s) - weight(before_s)
+        before_s = _finish_s(engine.profile, engine.work, guessed_s) if guessed_s else engine.finish_s
+        burden = exp((with_it_s - latest_s) / temperature) - exp((before_s - latest_s) / temperature)
         if burden < least_burden:
             best, least_burden = engine, burden
     return best
+
+
+def _finish_s(
+    profile: EngineProfile,
+    work: Work,
+    guessed_s: float,
+    remaining_tokens: float = 0.0,
+    context_tokens: float = 0.0,
+    p90_tokens: float = 0.0,
+) -> float:
+    """The estimated finish if one trajectory's steps take at least `guessed_s`."""
+    guess_tokens = 1000 * guessed_s / profile.decode_base_ms
+    longest = p90_tokens if p90_tokens > guess_tokens else guess_tokens
+    return estimate_finish_s(profile, work, remaining_tokens, context_tokens, longest)
 
 
 def _not_ruled_out(
