@@ -18,7 +18,7 @@ from scheduling.scheduler import Scheduler
 from store.port import Store
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-_SECONDS = (0.001, 0.005, 0.02, 0.1, 0.5, 1, 2, 5, 10, 30, 60, 300, 1800)
+_SECONDS = (0.001, 0.005, 0.02, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
 
 
 class Metrics:
@@ -147,7 +147,7 @@ class _Times(Collector):
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
         """Its current values."""
-        bounds = [*map(str, map(float, _SECONDS)), "+Inf"]
+        bounds = [*map(str, _SECONDS), "+Inf"]
         buckets = list(zip(bounds, map(float, accumulate(self._counts)), strict=True))
         yield HistogramMetricFamily(self._name, self._text, buckets=buckets, sum_value=self._sum_s)
 

@@ -133,15 +133,15 @@ class Contexts:
         ask = turn.ask
         salt = ask.request.get("cache_salt")
         body = None if is_kept else ask.body
-        return Context(
-            engine_id=engine_id,
-            num_tokens=num_tokens,
-            model=ask.model,
-            path=ask.path,
-            body=body,
-            cache_salt=salt if isinstance(salt, str) else None,
-            tier=self._tier(engine_id),
-            version=_version(turn),
+        return Context(  # by position, as everything that is made at every turn
+            engine_id,
+            num_tokens,
+            ask.model,
+            ask.path,
+            body,
+            salt if isinstance(salt, str) else None,
+            self._tier(engine_id),
+            _version(turn),
         )
 
     def _tier(self, engine_id: str) -> str:
