@@ -1,6 +1,7 @@
 """The distribution of one trajectory's total output, as shares on the lattice."""
 
 import math
+from operator import length_hint
 
 import numpy as np
 
@@ -43,8 +44,10 @@ class Forecast:
     def quantile(self, share: float) -> float:
         """The total that is not exceeded with this probability, in (0, 1)."""
         wanted = share * self.sums[0]
-        for index, weight in enumerate(self.weights.tolist(), start=self.from_bin):
+        weights = iter(self.weights.tolist())
+        for weight in weights:
             if weight >= wanted:
+                index = NUM_BINS - 1 - length_hint(weights)  # to count the bins takes a third of the time
                 low, least, high = EDGES[index], self.made_tokens + 1.0, EDGES[index + 1]
                 if low < least:
                     low = least
