@@ -10,6 +10,7 @@ from engines.simulated.server import serve_engine
 from engines.simulated.settings import Fault
 from tests.kv.kv_fleet import Fleet, engine, first_messages, running_fleet
 from tests.support.gateway import ADMIN, eventually, running_gateway
+from tests.support.rounds import came_about, play_rounds
 
 
 def id_of(url: str) -> str:
@@ -19,6 +20,12 @@ def id_of(url: str) -> str:
 async def offers_kv(fleet: Fleet, engine_id: str) -> bool:
     """Whether an engine holds KV that another one has not fetched yet."""
     return bool((await fleet.engines())[engine_id]["kv_offered_tokens"])
+
+
+async def has_placed_turn(fleet: Fleet) -> bool:
+    """Whether a turn of the trajectory has an engine, and perhaps waits for its KV there."""
+    live = (await fleet.client.get("/v1/trajectories/t")).json()["live_turns"]
+    return any(turn["state"] == "running" for turn in live)
 
 
 async def test_kv_by_is_none_if_the_engine_that_fetched_the_kv_left() -> None:
@@ -37,39 +44,58 @@ async def test_kv_by_is_none_if_the_engine_that_fetched_the_kv_left() -> None:
         assert await fleet.cached_share("t") == 0.0
 
 
+# Requests for one token of a context; turns at token level use other routes.
+MOVES_HANG = Fault("hang", path="/v1/completions")
+
+
 async def test_a_turn_waits_for_a_move_for_at_most_its_timeout() -> None:
     """Its move in the tool call failed to fetch and hangs in the prefill: the turn runs, and fetches nothing itself."""
-    hanging = Fault("hang", path="/v1/chat", count=2)
-    async with running_fleet(engine(), engine(hanging), kv_move_timeout_s=1.0) as fleet:
-        home, target = map(id_of, fleet.urls)
-        messages = await fleet.begin_at_first()
-        await fleet.act(target, "uncordon")
-        evacuation = asyncio.create_task(fleet.act(home, "evacuate"))
-        await eventually(lambda: offers_kv(fleet, home))
-        await fleet.turn("t", messages)
-        last = await fleet.last("t")
-        assert (last["engine"], last["kv_by"], last["legs"]) == (target, None, 1)
-        await evacuation
-        assert await fleet.moves() == {"failed": 1}
+
+    async def play(number: int) -> bool:
+        limits = {"token_legs": "auto", "kv_move_timeout_s": 2.0**number}
+        async with running_fleet(engine(), engine(MOVES_HANG), **limits) as fleet:
+            home, target = map(id_of, fleet.urls)
+            messages = await fleet.begin_at_first()
+            await fleet.act(target, "uncordon")
+            evacuation = asyncio.create_task(fleet.act(home, "evacuate"))
+            if not await came_about(lambda: offers_kv(fleet, home), evacuation.done):
+                return False  # it could time out before there was an offer
+            turn = asyncio.create_task(fleet.turn("t", messages))
+            waits_for_the_fetch = await came_about(lambda: has_placed_turn(fleet), turn.done)
+            waits_for_the_fetch = waits_for_the_fetch and await fleet.moves() == {}
+            await turn
+            last = await fleet.last("t")
+            assert (last["engine"], last["kv_by"], last["legs"]) == (target, None, 1)
+            await evacuation
+            if waits_for_the_fetch:
+                assert await fleet.moves() == {"failed": 1}
+            return waits_for_the_fetch
+
+    await play_rounds("the turn arrived before the fetch timed out", play)
 
 
 async def test_kv_by_is_none_if_the_last_of_two_moves_timed_out() -> None:
     """The first one fetched the KV. The second, to a third engine, hangs there until the turn no longer waits."""
-    hanging = Fault("hang", path="/v1/chat", count=2)
-    async with running_fleet(engine(), engine(), engine(hanging), kv_move_timeout_s=1.0) as fleet:
-        home, second, third = map(id_of, fleet.urls)
-        messages = await fleet.begin_at_first()
-        await fleet.act(second, "uncordon")
-        await fleet.act(home, "evacuate")
-        assert await fleet.moves() == {"fetched": 1}
-        await fleet.act(third, "uncordon")
-        evacuation = asyncio.create_task(fleet.act(second, "evacuate"))
-        await eventually(lambda: offers_kv(fleet, second))
-        await fleet.turn("t", messages)
-        await evacuation
-        last = await fleet.last("t")
-        assert (last["engine"], last["legs"]) == (third, 1)
-        assert (last["kv_by"], last["cached_tokens"]) == (None, 0)
+
+    async def play(number: int) -> bool:
+        limits = {"token_legs": "auto", "kv_move_timeout_s": 2.0**number}
+        async with running_fleet(engine(), engine(), engine(MOVES_HANG), **limits) as fleet:
+            home, second, third = map(id_of, fleet.urls)
+            messages = await fleet.begin_at_first()
+            await fleet.act(second, "uncordon")
+            await fleet.act(home, "evacuate")
+            is_in_time = await fleet.moves() == {"fetched": 1}
+            await fleet.act(third, "uncordon")
+            evacuation = asyncio.create_task(fleet.act(second, "evacuate"))
+            hangs = await came_about(lambda: offers_kv(fleet, second), evacuation.done)
+            await fleet.turn("t", messages)
+            await evacuation
+            last = await fleet.last("t")
+            assert (last["engine"], last["legs"]) == (third, 1)
+            assert (last["kv_by"], last["cached_tokens"]) == (None, 0)
+            return is_in_time and hangs
+
+    await play_rounds("the first move ended before its timeout, and the second hung when the turn came", play)
 
 
 async def test_a_relaunched_engine_has_none_of_its_predecessors_offers() -> None:
