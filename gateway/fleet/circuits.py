@@ -13,6 +13,7 @@ good look (`watch.py`).
 import asyncio
 from collections.abc import Callable
 
+from engines.http import EngineUnreachable, NothingListens, ResponseTimeout
 from gateway.clock import Clock
 from gateway.config import Settings
 from gateway.fleet.member import EngineState, Member
@@ -50,6 +51,7 @@ class Circuits:
     def open(self, member: Member, fault: Exception) -> None:
         """The engine is lost."""
         member.last_fault = str(fault)
+        member.is_silent = _is_timeout(fault)
         if member.state is not EngineState.LOST:
             LOGGER.warning("engine is lost", extra={"fields": {"engine": member.engine_id, "fault": str(fault)}})
         if member.state is EngineState.READY:
@@ -99,3 +101,8 @@ class Circuits:
     async def next_to_come(self) -> None:
         """Wait until an engine may have begun to take turns."""
         await self._has_come.wait()
+
+
+def _is_timeout(fault: Exception) -> bool:
+    is_unreachable = isinstance(fault, EngineUnreachable) and not isinstance(fault, NothingListens)
+    return is_unreachable or isinstance(fault, ResponseTimeout)

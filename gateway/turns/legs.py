@@ -159,7 +159,8 @@ class Legs:
                 raise self._staleness.stopped(turn) from None
             if stop.fault is Fault.ENGINE:
                 lost = LegFailed(Fault.ENGINE, api_error(502, "The engine was lost.", "engine_lost"))
-                lost.broke_off = member.state is EngineState.LOST  # not one that was removed
+                # Not one that was removed, or that may be alive behind a slow network.
+                lost.broke_off = member.state is EngineState.LOST and not member.is_silent
                 raise lost from None
             raise
         except LegFailed as failure:

@@ -18,6 +18,7 @@ from tests.faults.raw_engine import (
     CHAT_EVENT,
     STREAM_HEAD,
     Answer,
+    RawEngine,
     chunk,
     endless_body,
     endless_headers,
@@ -278,6 +279,27 @@ async def test_a_request_that_kills_engines_kills_two(client: httpx.AsyncClient,
         spared.answer = writes(whole(FINISHED + b"}"))
         assert (await ask(client, gateway.url, "chat", body_of("chat", text="again"))).is_finished("chat")
         await asyncio.gather(*ending)
+
+
+async def test_engines_that_fall_silent_are_not_blamed_on_the_turn(client: httpx.AsyncClient) -> None:
+    """Overload or the network may be the reason, for every engine and every turn: it goes on at a third."""
+    async with AsyncExitStack() as stack:
+        engines: list[RawEngine] = []
+
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            asked = [engine for engine in engines if engine.posts]
+            if len(asked) > 2:
+                await writes(whole(FINISHED + b"}"))(reader, writer)
+            for engine in asked:
+                engine.watched = False
+            await hangs(reader, writer)
+
+        engines += [await stack.enter_async_context(raw_engine(answer)) for _ in range(3)]
+        settings: dict[str, Any] = {"observe_interval_s": 0.05, "observe_timeout_s": 0.2}
+        gateway = await stack.enter_async_context(running_gateway(*[one.url for one in engines], **settings))
+        reply = await ask(client, gateway.url, "chat", body_of("chat"))
+        assert reply.is_finished("chat"), reply
+        assert [len(engine.posts) for engine in engines] == [1, 1, 1]
 
 
 async def test_engines_that_die_after_tokens_are_not_blamed_on_the_turn(client: httpx.AsyncClient) -> None:
