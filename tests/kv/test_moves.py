@@ -98,7 +98,9 @@ async def test_a_turn_on_a_drained_engine_moves_when_another_one_comes(how: str)
 async def test_kv_that_cannot_be_fetched_is_prefilled_in_the_tool_call(fault: Any) -> None:
     """The transfer fails at once or times out: it is counted, and the next turn still finds its context."""
     broken = Fault(fault, path="/simulate/kv")
-    async with running_fleet(engine(broken), engine(broken), kv_move_timeout_s=1.0) as fleet:
+    engines = [engine(broken, kv_lease_s=1e6) for _ in range(2)]
+    timeout_s = 3.0 if fault == "hang" else 25.0  # the offer must come within it
+    async with running_fleet(*engines, kv_move_timeout_s=timeout_s) as fleet:
         messages = first_messages()
         await fleet.turn("t", messages)
         home = (await fleet.last("t"))["engine"]
