@@ -270,7 +270,7 @@ async def test_old_engines_serve_while_a_new_one_starts_on_free_devices(tmp_path
         engine = ENGINE | {"flags_by_tp": {2: ("--start-s", "1000000")}}
         fleet = fleet_file(tmp_path, gateway.url, cpu_slots=4, first=(1, 1), engine=engine)
         async with stopped_at_the_end(fleet), controller(fleet, launcher_for(fleet)) as made:
-            while [one.is_serving for one in made.seen] != [True, True]:
+            while len(made.journal.state.served_at) < 2:
                 await made.tick()
             made.ask(made.desired.scaled([2], made.observed()))
             while len(made.seen) < 3:
