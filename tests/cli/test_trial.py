@@ -18,8 +18,6 @@ from loadtest.results import RolloutResult, TrajectoryResult, TurnResult
 from tests.support.engine import fixed, recorded_engine
 from workloads.trajectories import Trajectory, Turn, Workload
 
-pytestmark = pytest.mark.timeout(300)  # each starts a gateway and plays rollouts
-
 SMALL = ("--trajectories", "16", "--scale", "0.02", "--profile", "toy-cpu-tp1")
 
 
