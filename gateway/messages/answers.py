@@ -178,22 +178,21 @@ def content_of_parsed(api: Api, parsed: Any) -> Content:
             if api != "chat":
                 return made_by(choice.get("text"), ids_of(choice))
             message = choice.get("message")
-            ids = parsed.get("prompt_token_ids"), choice.get("token_ids")
-            return with_tokens(message, *ids) if isinstance(message, dict) else None
+            if not isinstance(message, dict):
+                return None
+            return with_tokens(message, parsed.get("prompt_token_ids"), ids_of(choice))
     return None
 
 
-def with_tokens(message: dict[str, Any], prompt_ids: object, ids: object) -> dict[str, Any]:
+def with_tokens(message: dict[str, Any], prompt_ids: object, ids: list[Any]) -> dict[str, Any]:
     """A chat's answer, with the tokens of its prompt and its own as `tokens` if the client was told both (vLLM's
     `return_token_ids`): it may go on with them.
     """
-    if not isinstance(prompt_ids, list) or not isinstance(ids, list) or not ids:
-        return message
-    return message | {"tokens": [*prompt_ids, *ids]}
+    return message | {"tokens": prompt_ids + ids} if isinstance(prompt_ids, list) and ids else message
 
 
 def ids_of(choice: dict[str, Any]) -> list[Any]:
-    """The tokens of a completion's choice, or of one event of it: in their own field, or with vLLM's
+    """The tokens of a choice, or of one event of it: in their own field, or with vLLM's
     `return_tokens_as_token_ids` in place of their texts beside the log-probabilities; empty if they are in neither.
     """
     ids = choice.get("token_ids")

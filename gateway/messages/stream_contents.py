@@ -69,7 +69,7 @@ def _chat_message(events: list[dict[str, Any]]) -> dict[str, Any] | None:
             continue
         seen = True
         content.append(delta.get("content") or "")
-        ids += choice.get("token_ids") or ()
+        ids += ids_of(choice)
         thoughts.append(delta.get("reasoning") or delta.get("reasoning_content") or "")
         for part in dicts(delta.get("tool_calls")):
             call = calls.setdefault(part.get("index") or 0, {"id": None, "name": "", "arguments": ""})

@@ -344,6 +344,13 @@ def test_the_content_of_a_stream_has_the_thoughts() -> None:
     }
 
 
+@pytest.mark.parametrize("ids", [5, "12", {"a": 1}])
+def test_a_chat_with_broken_token_ids_keeps_its_message(ids: object) -> None:
+    """Its conversation is still recognised by what was said."""
+    broken = event({"choices": [{"index": 0, "delta": {"content": "x"}, "token_ids": ids}], "prompt_token_ids": [1]})
+    assert content_of_stream("chat", [broken, DONE]) == {"role": "assistant", "content": "x"}
+
+
 def test_streams_of_other_apis_have_their_content() -> None:
     """Anthropic's blocks with their input, a response's output with its id, a completion's text."""
     assert content_of_stream("messages", ANTHROPIC) == {
