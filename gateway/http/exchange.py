@@ -13,10 +13,11 @@ from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
-from gateway.http.client import AsgiClient, Client, Headers, Receive, Send
+from gateway.http.client import AsgiClient, Client, Headers, Receive, Send, header_lines
 
 _EXTENSION = "heddle"
 _CLOSE = b"connection: close\r\n"
+_own_lines = lru_cache(maxsize=1)(header_lines)  # of uvicorn's own headers, which change once a second
 
 
 class _Unawaited:
@@ -124,7 +125,7 @@ class Exchange(RequestResponseCycle):
         # HTTP/1.0 has no chunks: the stream ends with the connection, as `keep_alive` says.
         self._is_chunked = length is None and self.scope["http_version"] != "1.0"
         self._has_body = self.scope["method"] != "HEAD"
-        head = STATUS_LINE[status] + _lines(tuple(self.default_headers)) + headers
+        head = STATUS_LINE[status] + _own_lines(tuple(self.default_headers)) + headers
         if length is not None:
             head += b"content-length: %d\r\n" % length
         elif self._is_chunked:
@@ -185,12 +186,6 @@ class Exchange(RequestResponseCycle):
         """Wait until the connection takes more."""
         if self.is_full:
             await self.flow.drain()
-
-
-@lru_cache(maxsize=1)
-def _lines(headers: tuple[tuple[bytes, bytes], ...]) -> Headers:
-    """uvicorn's own headers, which change once a second."""
-    return b"".join([b"%b: %b\r\n" % header for header in headers])
 
 
 def client_of(scope: dict[str, Any], receive: Receive, send: Send) -> Client:

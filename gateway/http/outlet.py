@@ -6,7 +6,7 @@ What is sent is kept while the turn may be joined, so that a repeated request ge
 import asyncio
 from collections.abc import Callable
 
-from gateway.http.client import Client, Headers
+from gateway.http.client import Client, Headers, header_lines
 from gateway.http.errors import Api, error_body, error_event
 from gateway.http.exchange import Exchange
 from gateway.http.refusals import Refused
@@ -133,8 +133,7 @@ class Outlet:
             self.stream(error_event(self._api, refused.error, self._request_id, self.num_events), more=False)
         else:
             body = error_body(self._api, refused.error, self._request_id)
-            headers = b"".join([b"%b: %b\r\n" % header for header in refused.headers()])
-            self.whole(refused.error.status, body, headers)
+            self.whole(refused.error.status, body, header_lines(refused.headers()))
 
     def keep_no_longer(self) -> bool:
         """Free what is kept, so that nobody can follow any more; False, with nothing done, while somebody does."""
