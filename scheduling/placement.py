@@ -205,12 +205,14 @@ def lower_the_latest(
     temperature = hypot(NEAR_LATEST_SHARE * latest_s, GUESS_SHARE * guessed_s)
 
     if guessed_s:
-        home_s = _finish_s(home.profile, without, guessed_s, remaining, context, p90)
+        home_s = estimate_finish_s(
+            home.profile, without, remaining, context, _longest_tokens(home.profile, guessed_s, p90)
+        )
         if home_s > latest_s:
             latest_s = home_s
     if home_s < latest_s - 3 * temperature:
         return None  # its weight is under 5 %: no move from it can gain enough
-    left_s = _finish_s(home.profile, without, guessed_s)
+    left_s = estimate_finish_s(home.profile, without, 0.0, 0.0, _longest_tokens(home.profile, guessed_s))
     relief = exp((home_s - latest_s) / temperature) - exp((left_s - latest_s) / temperature)
     least_gain = (1 - LARGEST_BURDEN) * relief
     if least_gain > LEAST_GAIN:
@@ -219,29 +221,25 @@ def lower_the_latest(
     for engine in _not_ruled_out(fleet, turn, home_s, least_burden, latest_s, temperature, guessed_s):
         if engine not in candidates:
             continue
-        with_it_s = _finish_s(engine.profile, engine.work, guessed_s, remaining, context, p90)
+        longest = _longest_tokens(engine.profile, guessed_s, p90)
+        with_it_s = estimate_finish_s(engine.profile, engine.work, remaining, context, longest)
         with_it_s += engine.profile.prefill_s(turn.prompt_tokens)
         if with_it_s >= home_s:
             continue
-        before_s = _finish_s(engine.profile, engine.work, guessed_s) if guessed_s else engine.finish_s
+        before_s = engine.finish_s
+        if guessed_s:
+            longest = _longest_tokens(engine.profile, guessed_s)
+            before_s = estimate_finish_s(engine.profile, engine.work, 0.0, 0.0, longest)
         burden = exp((with_it_s - latest_s) / temperature) - exp((before_s - latest_s) / temperature)
         if burden < least_burden:
             best, least_burden = engine, burden
     return best
 
 
-def _finish_s(
-    profile: EngineProfile,
-    work: Work,
-    guessed_s: float,
-    remaining_tokens: float = 0.0,
-    context_tokens: float = 0.0,
-    p90_tokens: float = 0.0,
-) -> float:
-    """The estimated finish if one trajectory's steps take at least `guessed_s`."""
+def _longest_tokens(profile: EngineProfile, guessed_s: float, p90_tokens: float = 0.0) -> float:
+    """A 90th percentile, or the tokens that take `guessed_s` on this engine, if they are more."""
     guess_tokens = 1000 * guessed_s / profile.decode_base_ms
-    longest = p90_tokens if p90_tokens > guess_tokens else guess_tokens
-    return estimate_finish_s(profile, work, remaining_tokens, context_tokens, longest)
+    return p90_tokens if p90_tokens > guess_tokens else guess_tokens
 
 
 def _not_ruled_out(
