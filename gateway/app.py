@@ -149,7 +149,7 @@ async def _serving(
     metrics.watch(scheduler, fleet, ledger, store, worker_pool, texts.counts if texts is not None else None)
     demand = Demand(clock, driver, ledger)
     health = Health(settings, driver, fleet, store, metrics, book)
-    trajectories = Trajectories(clock, driver, ledger, memory.predictor)
+    trajectories = Trajectories(settings, clock, driver, ledger, store, memory.predictor)
     engines = Engines(fleet, driver, event_log, kv, settings.heartbeat_s, by_tokens)
     tokens = Tokens(ledger, book)
     parts = (access, health, trajectories, engines, tokens, weights, demand, turns, passthrough)

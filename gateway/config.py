@@ -434,7 +434,7 @@ class Settings(BaseSettings):
         description="How long the start waits for the store; one restarted beside the gateway is back by then.",
     )
     settle_timeout_s: float = Field(
-        0.05, ge=0, description="How long the end of an answer waits for the store to acknowledge it."
+        0.05, ge=0, description="How long answers that changed the record wait for the store to acknowledge it."
     )
     shutdown_timeout_s: float = Field(30.0, ge=0, description="How long running turns may take to end after SIGTERM.")
 

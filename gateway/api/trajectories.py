@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validat
 from engines.validation_errors import numbers
 from gateway.api.parts import part
 from gateway.clock import Clock
+from gateway.config import Settings
 from gateway.http.refusals import bad_request, conflict, unknown_rollout, unknown_trajectory
 from gateway.state import ledger as ledgers
 from gateway.state.driver import Driver
@@ -20,6 +21,7 @@ from gateway.tokens.book import wants_tokens
 from gateway.turns.turn import Turn
 from predictor.progress import Predictor, Progress
 from scheduling.types import Prediction, TrajectoryClosed, TrajectoryDeclared, TrajectoryState
+from store.port import Store
 
 MAX_PAGE = 1000
 # Trajectories that are aborted at once: some 5 ms, for which turns wait.
@@ -70,14 +72,18 @@ class Declaration(BaseModel):
 class Trajectories:
     """What the routes of trajectories and rollouts read and do."""
 
-    def __init__(self, clock: Clock, driver: Driver, ledger: Ledger, predictor: Predictor) -> None:
+    def __init__(
+        self, settings: Settings, clock: Clock, driver: Driver, ledger: Ledger, store: Store, predictor: Predictor
+    ) -> None:
+        self._settings = settings
         self._clock = clock
         self._driver = driver
         self._ledger = ledger
+        self._store = store
         self._predictor = predictor
 
-    def declare(self, declaration: Declaration, keeps_tokens: bool = True) -> Entry:
-        """Declare a trajectory. Raises Refused (409) if its id is already known."""
+    async def declare(self, declaration: Declaration, keeps_tokens: bool = True) -> dict[str, Any]:
+        """Declare a trajectory, and show it. Raises Refused (409) if its id is already known."""
         trajectory_id = declaration.id or f"t-{os.urandom(12).hex()}"
         if self._ledger.get(trajectory_id) is not None:
             raise conflict(f"The trajectory {trajectory_id!r} exists already.")
@@ -93,7 +99,7 @@ class Trajectories:
         )
         declared = {"expected_output_tokens": expected, "metadata": declaration.metadata}
         self._ledger.declare(trajectory_id, declared if keeps_tokens else declared | {"tokens": "none"})
-        return self.entry(trajectory_id)
+        return await self._recorded(trajectory_id)
 
     def entry(self, trajectory_id: str) -> Entry:
         """The entry of a trajectory. Raises Refused (404)."""
@@ -102,11 +108,15 @@ class Trajectories:
             raise unknown_trajectory(trajectory_id)
         return entry
 
-    def close(self, trajectory_id: str, abort: bool) -> Entry:
-        """Finish a trajectory, or abort it with its turns. Repeating it changes nothing."""
+    async def close(self, trajectory_id: str, abort: bool) -> dict[str, Any]:
+        """Finish a trajectory, or abort it with its turns, and show it. Repeating it changes nothing.
+
+        Raises:
+            Refused: 404.
+        """
         self.entry(trajectory_id)
         self._driver.post(TrajectoryClosed(self._clock(), trajectory_id, abort))
-        return self.entry(trajectory_id)
+        return await self._recorded(trajectory_id)
 
     def page(self, rollout_id: str | None, state: str | None, after: str | None, limit: int) -> dict[str, Any]:
         """One page of trajectories in the order of their ids, after a given id."""
@@ -178,11 +188,18 @@ class Trajectories:
         for number, trajectory_id in enumerate(active, 1):
             entry = self._ledger.get(trajectory_id)
             if entry is not None and entry.record.state is TrajectoryState.ACTIVE:  # it may have ended meanwhile
-                self.close(trajectory_id, abort=True)
+                self._driver.post(TrajectoryClosed(self._clock(), trajectory_id, abort=True))
                 num_aborted += 1
             if number % _SLICE == 0:
                 await asyncio.sleep(0)
+        await self._store.settle(self._settings.settle_timeout_s)
         return num_aborted
+
+    async def _recorded(self, trajectory_id: str) -> dict[str, Any]:
+        """A trajectory as it is now, once the record has that: what a client was told outlives this process."""
+        shown = ledgers.as_json(self.entry(trajectory_id))
+        await self._store.settle(self._settings.settle_timeout_s)
+        return shown
 
 
 _Here = Annotated[Trajectories, part(Trajectories)]
@@ -202,7 +219,7 @@ def add_trajectories(app: FastAPI) -> None:
         keeps_tokens = wants_tokens(request.scope["headers"])
         if not keeps_tokens:
             response.headers["preference-applied"] = "tokens=none"
-        return ledgers.as_json(trajectories.declare(declaration, keeps_tokens))
+        return await trajectories.declare(declaration, keeps_tokens)
 
     @app.get("/v1/trajectories", tags=["trajectories"])
     async def page(
@@ -228,17 +245,17 @@ def add_trajectories(app: FastAPI) -> None:
     @app.post("/v1/trajectories/{trajectory_id:path}/finish", tags=["trajectories"])
     async def finish(trajectories: _Here, trajectory_id: str) -> dict[str, Any]:
         """Finish a trajectory that ended well; it gives up its KV claim."""
-        return ledgers.as_json(trajectories.close(trajectory_id, abort=False))
+        return await trajectories.close(trajectory_id, abort=False)
 
     @app.delete("/v1/trajectories/{trajectory_id:path}", tags=["trajectories"])
     async def abort(trajectories: _Here, trajectory_id: str) -> dict[str, Any]:
         """Abort a trajectory: running turns are stopped, later ones refused."""
-        return ledgers.as_json(trajectories.close(trajectory_id, abort=True))
+        return await trajectories.close(trajectory_id, abort=True)
 
     @app.post("/finish_session", tags=["trajectories"])
     async def finish_session(trajectories: _Here, session_id: str) -> dict[str, Any]:
         """Like `finish`, in the form that vllm-router's clients use."""
-        return ledgers.as_json(trajectories.close(session_id, abort=False))
+        return await trajectories.close(session_id, abort=False)
 
     @app.post("/programs/release", tags=["trajectories"])
     async def release_program(trajectories: _Here, body: dict[str, Any]) -> dict[str, Any]:
@@ -246,7 +263,7 @@ def add_trajectories(app: FastAPI) -> None:
         program_id = body.get("program_id")
         if not isinstance(program_id, str):
             raise bad_request("'program_id' must be a string.", "program_id")
-        return ledgers.as_json(trajectories.close(program_id, abort=False))
+        return await trajectories.close(program_id, abort=False)
 
     @app.get("/v1/rollouts/{rollout_id:path}", tags=["trajectories"])
     async def rollout(trajectories: _Here, rollout_id: str) -> dict[str, Any]:

@@ -4,9 +4,11 @@ import argparse
 import asyncio
 import dataclasses
 import random
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+import orjson
 import pytest
 from rich.console import Console
 
@@ -19,6 +21,7 @@ from engines.simulated.settings import SimulatedEngineSettings
 from heddle import profile as command
 from heddle.cli import main
 from scheduling.cost import EngineProfile
+from tests.support.engine import Asked, Script, recorded_engine
 
 TRUTHS = ["qwen3-14b-h100-tp1", "qwen3-32b-a100-tp2", "qwen2.5-7b-a100-tp1"]
 
@@ -187,6 +190,28 @@ async def test_measuring_running_engines_recovers_their_profile() -> None:
         assert found.profile.prefill_step_ms == pytest.approx(30.0, rel=0.33)
 
     await asyncio.gather(measure("vllm"), measure("sglang"))
+
+
+@pytest.mark.parametrize(
+    ("details", "problem"),
+    [({}, "turn on its prefix cache"), ({"prompt_tokens_details": {"cached_tokens": 4_080}}, "ignore_eos")],
+)
+async def test_a_prompt_that_is_asked_again_is_cached(details: dict[str, Any], problem: str) -> None:
+    """By the engine's word or by its times. A fast engine's times, on a busy machine, denied what it reported.
+
+    This one takes longer each time, and its one token ends the measurement after the check.
+    """
+    pauses_s = [0.8, 0.4, 0.2, 0.1, 0.05]
+    body = orjson.dumps({"usage": {"completion_tokens": 1, **details}})
+
+    async def play(_: Asked, write: Callable[[bytes], Awaitable[None]]) -> None:
+        await asyncio.sleep(pauses_s.pop() if pauses_s else 0.0)
+        await write(body)
+
+    async with recorded_engine(SimulatedEngineSettings()) as engine:
+        engine.scripts["/v1/completions"] = Script(play, headers=((b"content-type", b"application/json"),))
+        with pytest.raises(command.ProfilingError, match=problem):
+            await command.measure(engine.url, arguments(engine.url, "--quick"), Console(quiet=True))
 
 
 async def test_an_unreachable_engine_is_reported(tmp_path: Path) -> None:

@@ -18,6 +18,9 @@ from loadtest.bench.processes import cpu_us
 from store import StoreSettings, open_store
 
 START_TIMEOUT_S = 120.0  # A busy machine takes ten times the usual 2 s, and more.
+PATIENT = {"HEDDLE_SETTLE_TIMEOUT_S": "60"}
+"""What a gateway answered must survive its kill. By default it waits 50 ms for its store, which on a busy machine may
+take longer."""
 
 
 class GatewayProcess:
@@ -45,7 +48,7 @@ class GatewayProcess:
         self._process = await asyncio.create_subprocess_exec(
             self._python,
             *("-m", "heddle", "serve", "--port", str(self.port), "--log-level", "warning", *self._options),
-            env={**os.environ, **self._environment},
+            env={**os.environ, **PATIENT, **self._environment},
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
         )

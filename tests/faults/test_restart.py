@@ -36,6 +36,8 @@ ENGINE = SimulatedEngineSettings(speed_up=3)
 MAX_RETRIES = 40  # these bridge four minutes; on a busy machine a start may take two
 RESTORE_LIMIT_S = 2.0
 MAX_STOLEN = 0.05
+PAUSE_MS = 300
+"""Longer than answers wait by default, and much shorter than the store's timeouts."""
 
 
 class Milestone:
@@ -240,6 +242,28 @@ async def test_serving_continues_while_redis_is_away_and_the_record_catches_up(
             await check_histories(client, gateway.url, result)
         async with running_gateway(engine, **settings) as gateway:
             await check_histories(client, gateway.url, result)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "state"),
+    [("POST", "/mine/finish", "finished"), ("DELETE", "/mine", "aborted"), ("POST", "", "active")],
+)
+async def test_what_was_answered_about_a_trajectory_survives_a_kill(
+    client: httpx.AsyncClient, redis_server: RedisServer, method: str, path: str, state: str
+) -> None:
+    """The answer waits for a store that writes slowly. A finish came before it was written, and was lost."""
+    with Redis(port=redis_server.port, db=11) as redis:
+        redis.flushdb()
+    async with gateway_process("--store", redis_server.url(11)) as gateway:
+        trajectories = gateway.url + "/v1/trajectories"
+        if path:
+            assert (await client.post(trajectories, json={"id": "mine"})).status_code == 201
+        redis.client_pause(PAUSE_MS, all=False)  # type: ignore[no-untyped-call]
+        answer = await client.request(method, trajectories + path, json=None if path else {"id": "mine"})
+        assert answer.is_success and answer.json()["state"] == state
+        await gateway.kill()
+        await gateway.start()
+        assert (await client.get(trajectories + "/mine")).json()["state"] == state
 
 
 async def test_a_store_outage_is_logged_once(redis_server: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
