@@ -6,7 +6,8 @@ import sys
 
 from pydantic.fields import FieldInfo
 
-from gateway.config import ConfigError, EngineSettings, Settings, load_settings
+from gateway.config import ConfigError, Settings, load_settings
+from gateway.engine_settings import EngineSettings
 from gateway.server import run as run_gateway
 from gateway.turnlog import log_to_stderr
 from heddle.arguments import port

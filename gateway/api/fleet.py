@@ -9,8 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from engines.validation_errors import in_words, numbers
 from gateway.api.parts import NEED_ADMIN, part
-from gateway.config import EngineSettings
 from gateway.demand import Demand
+from gateway.engine_settings import EngineSettings
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.member import Member
 from gateway.http.refusals import bad_request

@@ -12,7 +12,8 @@ from engines.http import CONNECTION_FAULTS, HttpClient, HttpLimits
 from engines.probe import Model
 from engines.profiles import load_profile
 from gateway.clock import Clock
-from gateway.config import EngineSettings, Settings
+from gateway.config import Settings
+from gateway.engine_settings import EngineSettings
 from gateway.fleet.circuits import Circuits
 from gateway.fleet.known_processes import KnownProcesses
 from gateway.fleet.member import EngineState, Member

@@ -9,7 +9,7 @@ from enum import StrEnum
 from engines.dialect import Dialect, Observation
 from engines.http import HttpClient
 from engines.probe import Model
-from gateway.config import EngineSettings
+from gateway.engine_settings import EngineSettings
 from scheduling.cost import EngineProfile
 
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from engines.dialect import Observation
 from engines.http import ConnectionBroken, HttpClient
 from engines.probe import Model
-from gateway.config import EngineSettings, load_settings
+from gateway.config import load_settings
+from gateway.engine_settings import EngineSettings
 from gateway.fleet.circuits import Circuits
 from gateway.fleet.member import EngineState, Member
 from scheduling.types import EngineLoad, EngineLost, EngineReported, Event

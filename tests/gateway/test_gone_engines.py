@@ -3,7 +3,7 @@
 import orjson
 
 from engines.http import HttpClient
-from gateway.config import EngineSettings
+from gateway.engine_settings import EngineSettings
 from gateway.fleet.known_processes import KnownProcesses
 from gateway.fleet.member import Member
 from store import StoreSettings, open_store
