@@ -16,14 +16,17 @@ class TextOnlyEvents:
     has no room for another JSON name. Cost: a third of searching for those names.
     """
 
-    __slots__ = ("_end", "_num_unlike", "_start", "_text_at", "_text_to")
+    __slots__ = ("_end", "_least", "_num_unlike", "_start", "_text_at", "_text_to")
 
     def __init__(self) -> None:
         self._start, self._end = b"none yet", b""  # no event is this
         self._text_at = self._text_to = self._num_unlike = 0
+        self._least = 0
 
     def matches(self, event: bytes) -> bool:
         """Whether this is one whole event, and like the example."""
+        if len(event) < self._least:  # mypyc fails at slices whose end is before their begin
+            return False
         text = event[self._text_at : self._text_to]
         return _QUOTE not in text and _LINE_END not in text and self._start + text + self._end == event
 
@@ -39,3 +42,4 @@ class TextOnlyEvents:
         if text is not None and event.find(b"\n") == len(event) - 2:
             self._start, self._end = event[: text.start(1)], event[text.end(1) :]
             self._text_at, self._text_to = len(self._start), -len(self._end)
+            self._least = len(self._start) + len(self._end)
