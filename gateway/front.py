@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 from urllib.parse import unquote
 
+from gateway.api.dashboard import PAGE_PATHS
 from gateway.config import Settings
 from gateway.http.access import Access
 from gateway.http.client import Client, ClientLeft, Receive, Send
@@ -31,8 +32,8 @@ from gateway.turnlog import TurnLog
 from gateway.turns.turns import TURN_ROUTES, Turns
 
 App = Callable[[dict[str, Any], Receive, Send], Awaitable[None]]
-# Health and metrics are for load balancers and scrapers, which have no keys; the docs contain no secrets.
-OPEN_PATHS = frozenset({"/healthz", "/readyz", "/health", "/metrics", "/docs", "/openapi.json"})
+# Health and metrics are for load balancers and scrapers, which have no keys; docs and pages contain no secrets.
+OPEN_PATHS = frozenset({"/healthz", "/readyz", "/health", "/metrics", "/docs", "/openapi.json"}) | PAGE_PATHS
 
 _ENDLESS_PATH = "/v1/events"
 

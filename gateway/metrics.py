@@ -81,6 +81,11 @@ class Metrics:
         counts["cached",] += cached
         counts["output",] += output
 
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens of all finished turns."""
+        return self._tokens.counts["output",]
+
     def kv_moved(self, outcome: str, num_tokens: int, seconds: float) -> None:
         """KV was `fetched` from its old home, `loaded` from a tier, or `prefilled` in a tool call; or the move
         `failed`.

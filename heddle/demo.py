@@ -74,6 +74,7 @@ async def _run(parsed: argparse.Namespace) -> int:
             _engines(parsed) as engines,
             local_gateway(engines, policy, parsed.work_dir, "--log-level", "warning") as url,
         ):
+            console.print(f"{title}: to be watched at {url}/dashboard", highlight=False)
             settings = ReplaySettings(
                 base_url=f"{url}/v1",
                 speed_up=parsed.speed_up,

@@ -94,6 +94,13 @@ class Engine:
         """Seconds to prefill the contexts of all its residents. Needs a resident."""
         return len(self.claims) * self._context_s()
 
+    @property
+    def finish_s(self) -> float:
+        """Estimated seconds until its present work is finished; too many for a while after its longest trajectory left.
+        To look at: it changes nothing, as `facts` may.
+        """
+        return self._facts.finish_s
+
     def serves(self, model: str) -> bool:
         """Whether it accepts new turns of a model."""
         return self.accepting and model in self.spec.models

@@ -13,6 +13,7 @@ from starlette.routing import Match
 
 from engines.validation_errors import in_words, meant, names_at
 from gateway import metrics as metrics_page
+from gateway.api.dashboard import add_dashboard
 from gateway.api.fleet import add_fleet
 from gateway.api.openapi import declare_hot_routes
 from gateway.api.parts import part
@@ -119,6 +120,7 @@ def build_api() -> FastAPI:
     add_trajectories(app)
     add_fleet(app)
     add_weights(app)
+    add_dashboard(app)
     declare_hot_routes(app)
     return app
 

@@ -84,6 +84,8 @@ class Engines:
             "kv_capacity_tokens": known.spec.kv_capacity_tokens if known else None,
             "kv_claimed_tokens": known.kv_held if known else 0,
             "kv_used_share": seen.kv_used_share if seen else None,
+            "num_trajectories": len(known.claims) if known else 0,
+            "finish_s": known.finish_s if known else None,
             "num_running": seen.num_running if seen else None,
             "num_waiting": seen.num_waiting if seen else None,
             "moves_kv": member.moves_kv,

@@ -1,8 +1,11 @@
 """What the API tests share: a fast simulated engine and a gateway in front of it."""
 
+import os
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,6 +19,7 @@ from engines.simulated.text import Tokenizer
 from tests.support.engine import RecordedEngine, recorded_engine
 from tests.support.gateway import REUSED_FOR, running_gateway
 
+_CHECKOUT = Path(__file__).parents[2]
 MODEL = "tiny"
 HELLO = [{"role": "user", "content": "Hello"}]
 CHAT = "/v1/chat/completions"
@@ -108,3 +112,12 @@ async def running_site(engine: SimulatedEngineSettings | None = None, **settings
 async def site() -> AsyncIterator[Site]:
     async with running_site() as opened:
         yield opened
+
+
+@pytest.fixture
+def node_clients() -> Path:
+    """Where the clients are installed; fails the test with the command to run if they are not."""
+    home = Path(os.environ.get("HEDDLE_WORK", _CHECKOUT / ".work")) / "npm"
+    if shutil.which("node") is None or not (home / "node_modules" / "jsdom").is_dir():
+        pytest.fail("no clients for Node.js; get them with: deploy/get-node-clients.sh", pytrace=False)
+    return home

@@ -2,8 +2,6 @@
 
 import asyncio
 import json
-import os
-import shutil
 from pathlib import Path
 
 import pytest
@@ -11,16 +9,6 @@ import pytest
 from tests.api.conftest import MODEL, Site
 
 pytestmark = [pytest.mark.npm, pytest.mark.usefixtures("token_legs")]
-_CHECKOUT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def node_clients() -> Path:
-    """Where the clients are installed; fails the test with the command to run if they are not."""
-    home = Path(os.environ.get("HEDDLE_WORK", _CHECKOUT / ".work")) / "npm"
-    if shutil.which("node") is None or not (home / "node_modules" / "openai").is_dir():
-        pytest.fail("no OpenAI SDK for Node.js; get it with: deploy/get-node-clients.sh", pytrace=False)
-    return home
 
 
 async def test_the_node_sdk_works(site: Site, node_clients: Path) -> None:

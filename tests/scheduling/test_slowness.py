@@ -192,3 +192,20 @@ def test_the_ratio_lies_between_those_of_its_turns_and_is_forgotten(
     for _ in range(200):
         learned.learn(new * 100, 100)
     assert isclose(log(learned.ratio), log(new), abs_tol=0.1)
+
+
+def test_the_time_of_an_engines_work_can_be_looked_at() -> None:
+    """Without a change of what later decisions see, as a replay of its log would lack the look."""
+    fleet = Fleet()
+    fleet.engine("A")
+    engine = fleet.scheduler.engines["A"]
+    assert engine.finish_s == 0
+    fleet.arrive("long", predicted=5_000)
+    alone_s = engine.finish_s
+    fleet.arrive("short", predicted=100)
+    assert 0 < alone_s <= engine.finish_s == engine.facts(fleet.at).finish_s
+    fleet.at += 10
+    fleet.finish("long")
+    fleet.close("long")
+    stale_s = engine.finish_s
+    assert stale_s == engine.finish_s > engine.facts(fleet.at).finish_s

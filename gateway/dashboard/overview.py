@@ -1,0 +1,203 @@
+"""What the dashboard shows beside the engines: the work at hand, by rollout, and how the load was lately."""
+
+import asyncio
+from array import array
+from collections import deque
+from dataclasses import dataclass, field
+from heapq import nlargest
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+
+from gateway.clock import Clock
+from gateway.metrics import Metrics
+from gateway.state.driver import Driver
+from gateway.state.ledger import Ledger
+from gateway.turns.turn import Turn
+from scheduling.reshaping import still_needed
+from scheduling.types import TrajectoryRecord, TrajectoryState
+
+# A look is shown to everybody who asks within a second, and for longer if it took long: looks take at most this share
+# of the gateway's time, however many people look.
+_LOOK_MAX_AGE_S = 1.0
+_LOOK_MAX_SHARE = 0.02
+# Trajectories looked at before other tasks run: 1 ms.
+_SLICE = 400
+_NUM_ROLLOUTS = 12
+_NUM_LONGEST = 20
+# Points of a rollout's curve of ended trajectories: as many as one can tell apart in a small picture.
+_NUM_POINTS = 60
+# An hour of history, at 40 bytes a sample.
+_SAMPLE_S = 5.0
+_NUM_SAMPLES = 720
+
+
+@dataclass(slots=True)
+class _Live:
+    """The live turns of a trajectory: whether one of them runs, and the chunks that they sent so far."""
+
+    is_running: bool = False
+    num_chunks: int = 0
+
+
+_NO_TURN = _Live()
+_DOING = ("declared", "waiting", "running", "in_tool_call", "finished", "aborted")
+
+
+@dataclass(slots=True)
+class _Rollout:
+    """The sums of one rollout; `ended_at` has the time of each ended trajectory, in no order."""
+
+    began_at: float
+    last_at: float = 0.0
+    num_turns: int = 0
+    output_tokens: int = 0
+    remaining_tokens: float = 0.0
+    doing: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_DOING, 0))
+    ended_at: "array[float]" = field(default_factory=lambda: array("d"))
+
+    def add(self, record: TrajectoryRecord, doing: str, remaining_tokens: float) -> None:
+        """Count a trajectory."""
+        self.doing[doing] += 1
+        self.num_turns += record.num_turns
+        self.output_tokens += record.output_tokens
+        self.remaining_tokens += remaining_tokens
+        if record.created_at < self.began_at:
+            self.began_at = record.created_at
+        if record.last_at > self.last_at:
+            self.last_at = record.last_at
+        if record.state is not TrajectoryState.ACTIVE:
+            self.ended_at.append(record.last_at)
+
+    def view(self, rollout_id: str | None, now: float) -> dict[str, Any]:
+        """As the API shows it. Its curve ends with its last trajectory, or now if it goes on."""
+        until = self.last_at if len(self.ended_at) == sum(self.doing.values()) else now
+        counts, _ = np.histogram(self.ended_at, _NUM_POINTS, (self.began_at, max(until, self.began_at + 1e-3)))
+        return {
+            "id": rollout_id,
+            "num_trajectories": self.doing,
+            "num_turns": self.num_turns,
+            "output_tokens": self.output_tokens,
+            "remaining_tokens": round(self.remaining_tokens),
+            "began_at": self.began_at,
+            "until": until,
+            "num_ended": counts.cumsum().tolist(),
+        }
+
+
+class Overview:
+    """The work at hand, for any number of people who look at it."""
+
+    def __init__(self, clock: Clock, driver: Driver, ledger: Ledger, metrics: Metrics) -> None:
+        self._clock = clock
+        self._driver = driver
+        self._ledger = ledger
+        self._metrics = metrics
+        self._samples: deque[tuple[float, int, int, float, int]] = deque(maxlen=_NUM_SAMPLES)
+        self._lock = asyncio.Lock()
+        self._seen: dict[str, Any] = {}
+        self._valid_until = 0.0
+
+    async def keep_samples(self) -> None:
+        """Sample the load, until cancelled."""
+        while True:
+            self._samples.append(self._sample())
+            await asyncio.sleep(_SAMPLE_S)
+
+    async def look(self) -> dict[str, Any]:
+        """The work at hand, as the API shows it.
+
+        `doing` of a trajectory: `declared` (no turn yet), `waiting`, `running` or `in_tool_call`. `remaining_tokens`:
+        predicted output still to come.
+
+        Cost: 10,000 trajectories take some 25 ms, in slices between which turns are served.
+        """
+        async with self._lock:
+            if self._clock() >= self._valid_until:
+                self._seen = await self._look()
+            return self._seen
+
+    async def _look(self) -> dict[str, Any]:
+        began_at = now = self._clock()
+        busy_s = 0.0
+        sample = self._sample()
+        live = self._live_turns()
+        rollouts: dict[str | None, _Rollout] = {}
+        active: list[tuple[float, str, TrajectoryRecord]] = []
+        for number, entry in enumerate(list(self._ledger), 1):
+            record = entry.record
+            doing, remaining_tokens = _doing(record, live.get(record.trajectory_id, _NO_TURN)), 0.0
+            if record.state is TrajectoryState.ACTIVE:
+                remaining_tokens = still_needed(record).output_tokens
+                active.append((remaining_tokens, doing, record))
+            rollout = rollouts.get(record.rollout_id)
+            if rollout is None:
+                rollout = rollouts[record.rollout_id] = _Rollout(record.created_at)
+            rollout.add(record, doing, remaining_tokens)
+            if number % _SLICE == 0:
+                busy_s += self._clock() - began_at
+                await asyncio.sleep(0)
+                began_at = self._clock()
+        latest = nlargest(_NUM_ROLLOUTS, rollouts.items(), key=lambda item: item[1].last_at)
+        seen = {
+            "at": now,
+            "num_trajectories": {name: sum(one.doing[name] for one in rollouts.values()) for name in _DOING},
+            "num_rollouts": len(rollouts),
+            "rollouts": [rollout.view(rollout_id, now) for rollout_id, rollout in latest],
+            "longest": [
+                _long(record, doing, remaining_tokens, live.get(record.trajectory_id, _NO_TURN))
+                for remaining_tokens, doing, record in nlargest(_NUM_LONGEST, active, key=itemgetter(0))
+            ],
+            "history": dict(
+                zip(
+                    ("at", "num_running_turns", "num_waiting_turns", "kv_claimed_share", "output_tokens"),
+                    zip(*self._samples, sample, strict=True),
+                    strict=True,
+                )
+            ),
+        }
+        busy_s += self._clock() - began_at
+        self._valid_until = self._clock() + max(_LOOK_MAX_AGE_S, busy_s / _LOOK_MAX_SHARE)
+        return seen
+
+    def _live_turns(self) -> dict[str, _Live]:
+        live: dict[str, _Live] = {}
+        for turn in self._driver.live_turns():
+            if isinstance(turn, Turn):
+                known = live.setdefault(turn.ask.trajectory_id, _Live())
+                known.is_running = known.is_running or bool(turn.engine_id)
+                known.num_chunks += turn.num_chunks
+        return live
+
+    def _sample(self) -> tuple[float, int, int, float, int]:
+        engines = self._driver.scheduler.engines.values()
+        known = [engine for engine in engines if engine.spec.kv_capacity_tokens]
+        capacity_tokens = sum(engine.spec.kv_capacity_tokens or 0 for engine in known)
+        claimed_share = sum(engine.kv_held for engine in known) / capacity_tokens if capacity_tokens else 0.0
+        num_running = sum(len(engine.running) for engine in engines)
+        num_waiting = self._driver.scheduler.num_waiting
+        return self._clock(), num_running, num_waiting, claimed_share, self._metrics.num_output_tokens
+
+
+def _doing(record: TrajectoryRecord, live: _Live) -> str:
+    if record.state is not TrajectoryState.ACTIVE:
+        return record.state.value
+    if live is _NO_TURN:
+        return "in_tool_call" if record.num_turns else "declared"
+    return "running" if live.is_running else "waiting"
+
+
+def _long(record: TrajectoryRecord, doing: str, remaining_tokens: float, live: _Live) -> dict[str, Any]:
+    return {
+        "id": record.trajectory_id,
+        "rollout_id": record.rollout_id,
+        "home": record.home,
+        "doing": doing,
+        "num_turns": record.num_turns,
+        "context_tokens": record.context_tokens,
+        "output_tokens": record.output_tokens,
+        "remaining_tokens": round(remaining_tokens),
+        "live_chunks": live.num_chunks,
+        "last_at": record.last_at,
+    }

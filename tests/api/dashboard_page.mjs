@@ -1,0 +1,62 @@
+// Opens the dashboard in jsdom as a person would, and prints what there is to read.
+// Arguments: where jsdom is installed, the gateway's URL, a key.
+
+import { createRequire } from "node:module";
+
+const [, , home, url, key] = process.argv;
+const { JSDOM, VirtualConsole } = createRequire(`${home}/`)("jsdom");
+const faults = [];
+const virtualConsole = new VirtualConsole();
+virtualConsole.on("jsdomError", (error) => faults.push(String(error.detail ?? error)));
+
+const dom = await JSDOM.fromURL(`${url}/`, {
+  runScripts: "dangerously",
+  resources: "usable",
+  pretendToBeVisual: true,
+  virtualConsole,
+  beforeParse(window) {
+    window.fetch = (path, options) => fetch(new URL(path, window.location), options);
+  },
+});
+const { document } = dom.window;
+const all = (selector) => [...document.querySelectorAll(selector)];
+const words = (element) => element.textContent.replace(/\s+/g, " ").trim();
+const rows = (id) => all(`#${id} tbody tr`).map((row) => [...row.cells].map(words));
+
+async function until(what, holds) {
+  const deadline = Date.now() + 20_000;
+  while (!holds()) {
+    if (Date.now() > deadline) throw new Error(`${what} did not come; ${faults}; ${words(document.body)}`);
+    await new Promise((resolve) => setTimeout(resolve, 10));
+  }
+}
+
+function enter(form, text) {
+  document.querySelector(`#${form} input`).value = text;
+  document.querySelector(`#${form} button`).click();
+}
+
+const seen = { url: dom.window.location.href };
+await until("the question for a key", () => !document.querySelector("#key").hidden);
+seen.isHiddenWithoutKey = document.querySelector("main").hidden;
+enter("key", "no-such-key");
+await until("the refusal", () => words(document.querySelector("#status")).includes("does not know"));
+enter("key", key);
+await until("the figures", () => document.querySelector("#key").hidden && rows("longest").length === 2);
+seen.status = words(document.querySelector("#status"));
+seen.now = Object.fromEntries(all("#now div").map((tile) => [words(tile.querySelector("span")), words(tile.querySelector("b"))]));
+seen.lately = all("#lately figcaption").map(words);
+seen.numLines = all("#lately polyline").length;
+for (const id of ["rollouts", "engines", "longest"]) seen[id] = rows(id);
+document.querySelector("#longest button.id").click();
+await until("the trajectory", () => rows("one").length === 1);
+seen.one = { hash: dom.window.location.hash, about: words(document.querySelector("#one p")), turns: rows("one") };
+seen.one.spans = all("#one rect").map((rect) => rect.getAttribute("class"));
+enter("find", "no/such one");
+await until("the word that there is none", () => document.querySelector("#one .bad") !== null);
+seen.unknown = words(document.querySelector("#one"));
+seen.styles = document.styleSheets.length;
+seen.injected = all("script").length;
+seen.faults = faults;
+console.log(JSON.stringify(seen));
+process.exit(0);

@@ -1,0 +1,57 @@
+"""The dashboard in a browser, or what comes closest on a machine without one."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.api.conftest import running_site, toy
+
+pytestmark = pytest.mark.npm
+KEY = "a-key-of-the-dashboard"
+# A trajectory may have any name: this one must be shown, not run.
+EVIL = "<script>alert(1)</script>/%2F?#"
+
+
+async def test_a_person_reads_the_dashboard(node_clients: Path) -> None:
+    """It asks for a key, refuses a wrong one, and shows turns, rollouts, engines and one trajectory; names of clients
+    are text.
+    """
+    async with running_site(toy(), api_keys=[KEY]) as site:
+        site.client.headers["authorization"] = f"Bearer {KEY}"
+        for name in ("one", EVIL):
+            answer = await site.chat(headers={"x-trajectory-id": name, "x-rollout-id": "<b>step</b>"})
+            assert answer.status_code == 200, answer.text
+        await site.chat("/t/done/v1/chat/completions")
+        await site.client.post("/v1/trajectories/done/finish")
+        script = Path(__file__).with_name("dashboard_page.mjs")
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(
+            *("node", str(script), str(node_clients), site.url, KEY), stdout=pipe, stderr=pipe
+        )
+        out, errors = await asyncio.wait_for(process.communicate(), 90)
+        assert process.returncode == 0, errors.decode()
+        seen = json.loads(out)
+        engine_id = (await site.client.get("/v1/engines")).json()["data"][0]["id"]
+    assert seen["faults"] == []
+    assert (seen["url"], seen["styles"]) == (f"{site.url}/dashboard", 1)
+    assert seen["isHiddenWithoutKey"]
+    assert seen["status"] == "1 of 1 engines ready; policy heddle"
+    assert seen["now"] == {
+        "running": "0", "waiting": "0", "in a tool call": "2", "declared": "0", "finished": "1", "aborted": "0"
+    }  # fmt: skip
+    assert seen["lately"][0].startswith("Turns: 0 running 0 waiting")
+    assert seen["numLines"] == 4
+    assert [row[:1] + row[2:3] for row in seen["rollouts"]] == [
+        ["without a rollout", "1 of 1"],
+        ["<b>step</b>", "0 of 2"],
+    ]
+    assert seen["engines"][0][:5] == [engine_id, "ready", "1", "0 of 8", "2"]
+    assert {row[0] for row in seen["longest"]} == {"one", EVIL}
+    assert all(row[1:5] == ["<b>step</b>", "in a tool call", engine_id, "1"] for row in seen["longest"])
+    assert seen["one"]["about"].startswith("active, rollout <b>step</b>, home ")
+    assert seen["one"]["turns"][0][:3] == ["1", "finished", engine_id]
+    assert seen["one"]["spans"] == ["waiting", "running"]
+    assert "no/such one" in seen["unknown"]
+    assert seen["injected"] == 1
