@@ -91,8 +91,8 @@ def replay(path: Path, policy_name: str | None = None) -> Replayed:
         policy_name: the policy of the log, needed if the log does not name it. None: the default policy.
 
     Raises:
-        ValueError: a line is malformed, the file is damaged, there is no event, or no such policy, or the log names
-            another.
+        ValueError: a line is malformed, or has a number for which nothing can be decided, the file is damaged, there is
+            no event, or no such policy, or the log names another.
         OSError: the file cannot be read.
     """
     replayed = _replay(json_lines(path), path, policy_name)
@@ -123,7 +123,12 @@ def _replay(lines: Iterator[tuple[int, bytes, dict[str, Any]]], path: Path, poli
                 if scheduler is None:
                     scheduler = Scheduler(policy_named(policy_name or "heddle"), Limits(), at=event.at)
                 event_line, num_events = line, num_events + 1
-                due = [log_line(event.at, "action", action) for action in scheduler.handle(event)]
+                try:
+                    due = [log_line(event.at, "action", action) for action in scheduler.handle(event)]
+                except (ArithmeticError, orjson.JSONEncodeError) as error:
+                    raise ValueError(
+                        f"{path}, line {number}: a number there, or in an earlier line, is out of range: {error}"
+                    ) from error
             case "action":
                 if not event_line:
                     raise ValueError(

@@ -169,3 +169,23 @@ def test_a_broken_log_is_refused_with_its_line(tmp_path: Path) -> None:
         path.write_bytes(content)
         with pytest.raises(ValueError, match=message):
             replay(path)
+
+
+@pytest.mark.parametrize(
+    ("sound", "wrong", "number"),
+    [
+        (b'{"at":0.0,"kind":"event"', b'{"at":1e308,"kind":"event"', 4),
+        (b'{"at":0.0,"kind":"event"', b'{"at":1e20,"kind":"event"', 4),
+        (b'"slots":400', b'"slots":0', 2),
+    ],
+)
+def test_a_number_for_which_nothing_can_be_decided_is_refused_with_the_line(
+    sound: bytes, wrong: bytes, number: int, tmp_path: Path
+) -> None:
+    """Of the event that could not be handled, in place of the scheduler's traceback."""
+    path = written(tmp_path / "events.jsonl", "heddle")
+    path.write_bytes(path.read_bytes().replace(sound, wrong, 1))
+    with pytest.raises(
+        ValueError, match=rf"events\.jsonl, line {number}: a number there, or in an earlier line, is out"
+    ):
+        replay(path)

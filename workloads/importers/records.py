@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from workloads.traces import TraceError, open_text, parse_json, shown
+
+# Nanoseconds since 1970 have 19 digits. A whole number of 309 has no quotient, and is no float.
+_MOST = 10**20
 
 
 def read_lines(path: Path) -> Iterator[tuple[str, str]]:
@@ -82,14 +84,14 @@ class Record:
         if isinstance(value, float) and value.is_integer():
             value = int(value)
         # In Python, JSON's true is an int.
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise self.error(name, "must be a whole number from 0")
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _MOST:
+            raise self.error(name, "must be a whole number from 0 to 10^20")
         return value
 
     def number(self, name: str) -> float:
         value = self.fields.get(name)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
-            raise self.error(name, "must be a number from 0")
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= _MOST:
+            raise self.error(name, "must be a number from 0 to 10^20")
         return float(value)
 
     def text(self, name: str) -> str:
