@@ -3,6 +3,7 @@ them.
 """
 
 import asyncio
+from codecs import BOM_UTF8
 
 from engines.http import FAULTS, AnswerTooLarge
 from gateway.config import Settings
@@ -37,7 +38,7 @@ class Passthrough:
     async def serve(self, client: Client, outlet: Outlet, path: str) -> None:
         """Answer one request. Raises Refused, or ClientLeft."""
         settings = self._settings
-        body = await client.read(settings.max_body_bytes, settings.body_timeout_s)
+        body = (await client.read(settings.max_body_bytes, settings.body_timeout_s)).removeprefix(BOM_UTF8)
         request = parse_object(body, client.scope["headers"])
         model, known = request.get("model"), self._fleet.models()
         if model == "":  # to vLLM, no model is named

@@ -8,6 +8,7 @@ This is the hot path. Decisions are made in `scheduling/`; `legs.py` and `outlet
 """
 
 import asyncio
+from codecs import BOM_UTF8
 from collections.abc import Coroutine
 from typing import Any
 
@@ -106,6 +107,7 @@ class Turns:
 
         Returns: the rest, to be awaited; None if the answer is given, or callbacks will give it.
         """
+        body = body.removeprefix(BOM_UTF8)  # which JSON forbids, and engines skip
         turn_id = new_id()
         api = TURN_ROUTES[path]
         outlet = Outlet(client, api, turn_id, keeps=True, max_kept_bytes=self._max_answer_bytes)

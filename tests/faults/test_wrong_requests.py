@@ -59,6 +59,17 @@ async def test_a_malformed_body_gets_400(client: httpx.AsyncClient, path: str, b
         assert engine.posts == []
 
 
+@pytest.mark.parametrize("path", [*PATHS.values(), "/tokenize"])
+async def test_a_byte_order_mark_before_the_body_is_skipped(client: httpx.AsyncClient, path: str) -> None:
+    """As vLLM and SGLang do, whatever the request's length; engines get the rest."""
+    async with serve_engine(SimulatedEngineSettings(speed_up=1000)) as engine, running_gateway(engine) as gateway:
+        api = next((api for api in APIS if PATHS[api] == path), None)
+        for text in ("hello", "hello " * 2_000):
+            asked = body_of(api, text=text) if api else {"model": "simulated", "prompt": text}
+            response = await client.post(gateway.url + path, content=b"\xef\xbb\xbf" + orjson.dumps(asked))
+            assert response.status_code == 200, response.text
+
+
 @pytest.mark.parametrize("levels", [100, 480])
 @pytest.mark.parametrize("api", APIS)
 async def test_nested_tool_results_are_left_to_the_engine(client: httpx.AsyncClient, api: str, levels: int) -> None:
