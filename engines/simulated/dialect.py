@@ -18,6 +18,7 @@ class Shape:
         answer_nulls, choice_nulls, message_fields: fields of whole answers that are empty here.
         call_content: the content of a message that is a tool call.
         named_call_reason: the finish reason of a call to the tool that the request named.
+        has_id_names: `return_tokens_as_token_ids` names the tokens of log-probabilities by their ids.
     """
 
     call_id_prefix: str
@@ -26,6 +27,7 @@ class Shape:
     fingerprint: str | None = None
     usage_elsewhere: bytes = b""
     ends_apart: bool = False
+    has_id_names: bool = False
     answer_nulls: Mapping[str, None] = field(default_factory=dict)
     choice_nulls: Mapping[str, None] = field(default_factory=dict)
     message_fields: Mapping[str, Any] = field(default_factory=dict)

@@ -1,4 +1,7 @@
-"""Log-probabilities of an answer's tokens in OpenAI's two forms."""
+"""Log-probabilities of an answer's tokens in OpenAI's two forms.
+
+`as_ids`: tokens are named by their ids, as vLLM's `return_tokens_as_token_ids` asks for.
+"""
 
 from typing import Any
 
@@ -6,7 +9,9 @@ from engines.simulated.live import Generation
 from engines.simulated.text import Tokenizer
 
 
-def chat_logprobs(tokenizer: Tokenizer, generation: Generation, begin: int, end: int) -> dict[str, Any] | None:
+def chat_logprobs(
+    tokenizer: Tokenizer, generation: Generation, begin: int, end: int, as_ids: bool = False
+) -> dict[str, Any] | None:
     """The chat form for tokens `begin` to `end`; None if none were asked for."""
     logprobs = generation.answer.logprobs
     if logprobs is None:
@@ -15,6 +20,12 @@ def chat_logprobs(tokenizer: Tokenizer, generation: Generation, begin: int, end:
     for id, (own, rivals) in zip(generation.answer.token_ids[begin:end], logprobs[begin:end], strict=True):
         entry = _entry(tokenizer, id, own)
         entry["top_logprobs"] = [_entry(tokenizer, rival, value) for rival, value in rivals]
+        if as_ids:  # the bytes of the token itself stay those of its text, as in vLLM
+            entry["token"] = _name(id)
+            entry["top_logprobs"] = [
+                {"token": _name(rival), "logprob": value, "bytes": list(_name(rival).encode())}
+                for rival, value in rivals
+            ]
         content.append(entry)
     return {"content": content}
 
@@ -31,12 +42,19 @@ def token_logprobs(generation: Generation, begin: int, end: int) -> dict[str, An
     return {"content": content}
 
 
-def completion_logprobs(tokenizer: Tokenizer, generation: Generation, begin: int, end: int) -> dict[str, Any] | None:
+def completion_logprobs(
+    tokenizer: Tokenizer, generation: Generation, begin: int, end: int, as_ids: bool = False
+) -> dict[str, Any] | None:
     """The form of the older completion route."""
     logprobs = generation.answer.logprobs
     if logprobs is None:
         return None
-    texts = generation.answer.texts
+
+    def name(id: int) -> str:
+        return _name(id) if as_ids else tokenizer.decode([id])
+
+    # vLLM counts the names that it tells.
+    texts = list(map(_name, generation.answer.token_ids)) if as_ids else generation.answer.texts
     offset = sum(map(len, texts[:begin]))
     offsets = []
     for text in texts[begin:end]:
@@ -45,9 +63,13 @@ def completion_logprobs(tokenizer: Tokenizer, generation: Generation, begin: int
     return {
         "text_offset": offsets,
         "token_logprobs": [own for own, _ in logprobs[begin:end]],
-        "tokens": [tokenizer.decode([id]) for id in generation.answer.token_ids[begin:end]],
-        "top_logprobs": [{tokenizer.decode([id]): value for id, value in rivals} for _, rivals in logprobs[begin:end]],
+        "tokens": [name(id) for id in generation.answer.token_ids[begin:end]],
+        "top_logprobs": [{name(id): value for id, value in rivals} for _, rivals in logprobs[begin:end]],
     }
+
+
+def _name(id: int) -> str:
+    return f"token_id:{id}"
 
 
 def _entry(tokenizer: Tokenizer, id: int, logprob: float) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from engines.simulated.dialect import Dialect
 from engines.simulated.exchange import ApiError, Exchange, InvalidField
 from engines.simulated.fields import Body, flag, integer, items, wishes_of
 from engines.simulated.logprobs import chat_logprobs, completion_logprobs
-from engines.simulated.openai_stream import DONE, OpenAIStream, chat_choice, completion_choice
+from engines.simulated.openai_stream import DONE, OpenAIStream, chat_choice, completion_choice, wants_id_names
 from engines.simulated.outcomes import call_id_of, chat_finish_reason, finish_reason, message_of, text_of, usage_of
 from engines.simulated.running import Asked, Running
 from engines.simulated.service import EngineService
@@ -177,13 +177,13 @@ def _completion_stream(service: EngineService, dialect: Dialect, body: Body, run
 
 
 def _whole_chat(service: EngineService, dialect: Dialect, body: Body, running: Running) -> Body:
-    wants_ids = flag(body, "return_token_ids")
+    wants_ids, as_ids = flag(body, "return_token_ids"), wants_id_names(dialect, body)
     choices = []
     for index, generation in enumerate(running.generations):
         choice: Body = {
             "index": index,
             "message": message_of(generation, call_id_of(running.asked.id, index, dialect.shape), dialect.shape),
-            "logprobs": chat_logprobs(service.tokenizer, generation, 0, generation.num_done),
+            "logprobs": chat_logprobs(service.tokenizer, generation, 0, generation.num_done, as_ids),
             "finish_reason": chat_finish_reason(generation, dialect.shape),
             **dialect.final_fields(generation.answer.stop_reason),
             **dialect.shape.choice_nulls,
@@ -199,6 +199,7 @@ def _whole_chat(service: EngineService, dialect: Dialect, body: Body, running: R
 
 def _whole_completion(service: EngineService, dialect: Dialect, body: Body, running: Running) -> Body:
     wants_ids, echo = flag(body, "return_token_ids"), flag(body, "echo")
+    as_ids = wants_id_names(dialect, body)
     choices = []
     for index, generation in enumerate(running.generations):
         prompt = running.asked.prompts[index]
@@ -206,7 +207,7 @@ def _whole_completion(service: EngineService, dialect: Dialect, body: Body, runn
         choice: Body = {
             "index": index,
             "text": service.tokenizer.decode(prompt) + text if echo else text,
-            "logprobs": completion_logprobs(service.tokenizer, generation, 0, generation.num_done),
+            "logprobs": completion_logprobs(service.tokenizer, generation, 0, generation.num_done, as_ids),
             "finish_reason": finish_reason(generation),
             **dialect.final_fields(generation.answer.stop_reason),
             **dialect.shape.choice_nulls,

@@ -18,8 +18,13 @@ from engines.simulated.text import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
 
-ChoiceBytes = Callable[[Tokenizer, Generation, str, int, int], bytes]
+ChoiceBytes = Callable[[Tokenizer, Generation, str, int, int, bool], bytes]
 """The part of a choice for tokens `begin` to `end` of its answer, as the inside of a JSON object."""
+
+
+def wants_id_names(dialect: Dialect, body: Body) -> bool:
+    """Whether log-probabilities name tokens by their ids."""
+    return dialect.shape.has_id_names and flag(body, "return_tokens_as_token_ids")
 
 
 class OpenAIStream:
@@ -43,6 +48,7 @@ class OpenAIStream:
         self._continuous_usage = self._include_usage and flag(options, "continuous_usage_stats")
         self._ends_apart = dialect.shape.ends_apart and object_name == "chat.completion.chunk"
         self._wants_ids = flag(body, "return_token_ids")
+        self._as_ids = wants_id_names(dialect, body)
         self._merges = service.settings.chunk_interval_s > 0
         num_choices = len(running.generations)
         self._seen = [0] * num_choices
@@ -114,7 +120,7 @@ class OpenAIStream:
 
     def _token_event(self, index: int, generation: Generation, begin: int, end: int, is_last: bool) -> bytes:
         call_id = call_id_of(self._running.asked.id, index, self._dialect.shape)
-        said = self._choice_bytes(self._tokenizer, generation, call_id, begin, end)
+        said = self._choice_bytes(self._tokenizer, generation, call_id, begin, end, self._as_ids)
         choice = b'{"index":%d,%b' % (index, said)
         if is_last:
             ending = {"finish_reason": chat_finish_reason(generation, self._dialect.shape)}
@@ -137,7 +143,9 @@ class OpenAIStream:
         return b"%b%b]%b}\n\n" % (self._head, choice, extra)
 
 
-def chat_choice(tokenizer: Tokenizer, generation: Generation, call_id: str, begin: int, end: int) -> bytes:
+def chat_choice(
+    tokenizer: Tokenizer, generation: Generation, call_id: str, begin: int, end: int, as_ids: bool
+) -> bytes:
     """A chat delta: text, or a fragment of a tool call."""
     if generation.answer.call is not None:
         delta = orjson.dumps(_call_delta(generation, call_id, begin, end))
@@ -147,13 +155,16 @@ def chat_choice(tokenizer: Tokenizer, generation: Generation, call_id: str, begi
         delta = b'{"content":%b}' % orjson.dumps(text)
     if generation.answer.logprobs is None:
         return b'"delta":%b,"logprobs":null' % delta
-    return b'"delta":%b,"logprobs":%b' % (delta, orjson.dumps(chat_logprobs(tokenizer, generation, begin, end)))
+    logprobs = orjson.dumps(chat_logprobs(tokenizer, generation, begin, end, as_ids))
+    return b'"delta":%b,"logprobs":%b' % (delta, logprobs)
 
 
-def completion_choice(tokenizer: Tokenizer, generation: Generation, call_id: str, begin: int, end: int) -> bytes:
+def completion_choice(
+    tokenizer: Tokenizer, generation: Generation, call_id: str, begin: int, end: int, as_ids: bool
+) -> bytes:
     """A piece of completion text."""
     text = orjson.dumps("".join(generation.answer.texts[begin:end]))
-    logprobs = orjson.dumps(completion_logprobs(tokenizer, generation, begin, end))
+    logprobs = orjson.dumps(completion_logprobs(tokenizer, generation, begin, end, as_ids))
     return b'"text":%b,"logprobs":%b' % (text, logprobs)
 
 

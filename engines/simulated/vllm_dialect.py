@@ -19,6 +19,7 @@ _SHAPE = Shape(
     named_call_reason="stop",
     call_content="",
     fingerprint=f"vllm-{VERSION}-simulated",
+    has_id_names=True,
     answer_nulls=dict.fromkeys(("service_tier", "kv_transfer_params", "ec_transfer_params", "metrics")),
     choice_nulls=dict.fromkeys(("token_ids", "routed_experts")),
     message_fields=dict.fromkeys(("refusal", "annotations", "audio", "function_call", "reasoning")),

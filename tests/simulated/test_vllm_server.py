@@ -301,6 +301,35 @@ async def test_virtual_time_follows_the_profile(start: Start) -> None:
     assert taken == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("api", ["chat/completions", "completions"])
+async def test_log_probabilities_name_tokens_by_their_ids_if_asked_to(start: Start, api: str, stream: bool) -> None:
+    """`return_tokens_as_token_ids`: all names are ids, and in completions they count for the offsets. The bytes of a
+    chat's own tokens stay those of the text."""
+    client = await start()
+    asked = CHAT | {"logprobs": True, "top_logprobs": 2} if "chat" in api else {"prompt": "a", "logprobs": 2}
+    body = {**asked, "max_tokens": 4, "ignore_eos": True, "stream": stream, "return_token_ids": True}
+    answers = []
+    for more in ({}, {"return_tokens_as_token_ids": True}):
+        response = await client.post(f"/v1/{api}", json=body | more)
+        parts = events(response.text)[:-1] if stream else [response.json()]
+        choices = [choice for part in parts for choice in part["choices"] if choice["logprobs"] is not None]
+        answers.append(([id for choice in choices for id in choice["token_ids"]], [one["logprobs"] for one in choices]))
+    (ids, plain), (same_ids, named) = answers
+    names = [f"token_id:{id}" for id in ids]
+    assert ids == same_ids and len(ids) == 4
+    if "chat" in api:
+        told = [entry for one in named for entry in one["content"]]
+        assert [entry["token"] for entry in told] == names
+        assert [entry["bytes"] for entry in told] == [entry["bytes"] for one in plain for entry in one["content"]]
+        for rival in (rival for entry in told for rival in entry["top_logprobs"]):
+            assert rival["token"].startswith("token_id:") and rival["bytes"] == list(rival["token"].encode())
+    else:
+        assert [name for one in named for name in one["tokens"]] == names
+        assert [offset for one in named for offset in one["text_offset"]] == [len("".join(names[:n])) for n in range(4)]
+        assert all(name.startswith("token_id:") for one in named for top in one["top_logprobs"] for name in top)
+
+
 async def test_return_token_ids_returns_prompt_and_answer(start: Start) -> None:
     """Whole and streamed."""
     client = await start()
