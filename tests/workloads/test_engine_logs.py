@@ -186,8 +186,8 @@ def test_truncated_sglang_prompts_link_no_calls(tmp_path: Path) -> None:
 
 
 def test_sglang_requests_aborted_in_the_queue_are_left_out(tmp_path: Path) -> None:
-    """They ran on no engine, and SGLang logs their ends without lengths: a client left, or the queue was full. An
-    aborted request that ran has its lengths, and counts."""
+    """And counted. They ran on no engine, and SGLang logs their ends without lengths: a client left, or the queue was
+    full. An aborted request that ran has its lengths, and counts."""
     why = "'finish_reason': {'type': 'abort', 'message': 'The request queue is full.', 'status_code': 503}"
     queued = f"Finish: obj=GenerateReqInput(rid='q'), out={{'text': '', 'meta_info': {{'id': 'q', {why}}}}}"
     ran = sglang_json("ran", 4, 1.0, 50, 7)
@@ -195,7 +195,11 @@ def test_sglang_requests_aborted_in_the_queue_are_left_out(tmp_path: Path) -> No
     queued_json = sglang_json("q", 2, 1.0, 1, 1)
     queued_json["out"]["meta_info"] = {"id": "q", "finish_reason": {"type": "abort"}, "e2e_latency": 1.0}
     path = lines(tmp_path / "server.log", f"[2026-11-21 05:00:01 TP0] {queued}", queued_json, ran)
-    assert shapes(import_trace(path)) == [(50, (Turn(0, 7, 0.0),))]
+    workload = import_trace(path)
+    assert shapes(workload) == [(50, (Turn(0, 7, 0.0),))]
+    assert workload.left_out == "requests that were aborted before they ran: 2"
+    with pytest.raises(TraceError, match="all requests in it were aborted before they ran"):
+        import_trace(lines(tmp_path / "server.log", queued_json))
 
 
 def test_sglang_session_ids_may_be_numbers(tmp_path: Path) -> None:

@@ -39,6 +39,9 @@ _BLOCK_CHARACTERS = 64
 # At level 2, JSON values longer than twice this keep this much of either end, with dots between.
 _CUT_LENGTH = 1024
 
+_Finished = tuple[str | None, Call | None]
+"""The session of a request, if any, and its call; no call if it was aborted before it ran."""
+
 
 def is_sglang_line(line: str) -> bool:
     """Whether a line of a log is about a request that arrived or ended."""
@@ -49,26 +52,35 @@ def read_sglang_log(path: Path) -> Workload:
     """The workload of a log.
 
     Raises:
-        TraceError: If a line about a finished request is malformed or has no lengths; the message names the line.
+        TraceError: If a line about a finished request is malformed or has no lengths; the message names the line. If
+            all requests were aborted before they ran.
         OSError: If the file cannot be read.
     """
     calls: list[Call] = []
     sessions: dict[str, list[Call]] = {}
+    num_aborted = 0
     for where, line in read_lines(path):
         with read_at(where):
             finished = _finished(line, where)
-        if finished is not None:
-            session_id, call = finished
+        if finished is None:
+            continue
+        session_id, call = finished
+        if call is None:
+            num_aborted += 1
+        else:
             (calls if session_id is None else sessions.setdefault(session_id, [])).append(call)
     for group in (calls, *sessions.values()):
         group.sort(key=lambda call: call.started_at_s or 0.0)
+    if num_aborted and not calls and not sessions:
+        raise TraceError(f"{path}: all requests in it were aborted before they ran")
     name = path.name.split(".")[0]
     by_session = workload_of_sessions(name, sessions.items()).trajectories
-    return Workload(name, by_session + workload_by_prefix(name, calls).trajectories)
+    left_out = f"requests that were aborted before they ran: {num_aborted:,}" if num_aborted else ""
+    return Workload(name, by_session + workload_by_prefix(name, calls).trajectories, left_out)
 
 
-def _finished(line: str, where: str) -> tuple[str | None, Call] | None:
-    """The session, if any, and the call of a line; None if it is about something else."""
+def _finished(line: str, where: str) -> _Finished | None:
+    """None if the line is about something else."""
     if line.startswith("{"):
         return _from_json(Record.parse(line, where))
     if _FINISHED in line:
@@ -76,14 +88,14 @@ def _finished(line: str, where: str) -> tuple[str | None, Call] | None:
     return None
 
 
-def _from_json(record: Record) -> tuple[str | None, Call] | None:
+def _from_json(record: Record) -> _Finished | None:
     if record.fields.get("event") != "request.finished" or _is_health_check(str(record.fields.get("rid"))):
         return None
     asked = Record(record.fields.get("obj"), f"{record.where}, obj")
     answer = Record(record.fields.get("out"), f"{record.where}, out")
     meta = Record(answer.fields.get("meta_info"), f"{answer.where}, meta_info")
     if _never_ran(meta, _is_abort(meta.fields.get("finish_reason"))):
-        return None
+        return None, None
     timestamp = record.text("timestamp")
     try:
         ended_at_s = datetime.fromisoformat(timestamp).timestamp()
@@ -109,7 +121,7 @@ def _content(asked: Record) -> Sequence[int] | str:
     return "" if is_cut else text
 
 
-def _from_text(line: str, where: str) -> tuple[str | None, Call] | None:
+def _from_text(line: str, where: str) -> _Finished | None:
     asked, _, answer = line.partition(_FINISHED)[2].rpartition(", out={")
     rid = _RID.search(asked)
     if rid is not None and _is_health_check(rid[1]):
@@ -119,7 +131,7 @@ def _from_text(line: str, where: str) -> tuple[str | None, Call] | None:
     numbers = {name: float(value) if "." in value else int(value) for name, value in found.items()}
     meta = Record(numbers, f"{where}, out, meta_info")
     if _never_ran(meta, _ABORTED.search(told) is not None):
-        return None
+        return None, None
     at = _AT.search(line.partition(_FINISHED)[0])
     if at is not None:
         ended_at_s: float | None = datetime.strptime(at[1], "%Y-%m-%d %H:%M:%S").timestamp()
