@@ -24,6 +24,27 @@ def dynamo(name: str, prompt: int, output: int, **more: Any) -> dict[str, Any]:
     return {"request_id": name, "input_length": prompt, "max_output_tokens": output} | more
 
 
+def dynamo_request(
+    name: str,
+    received_ms: int,
+    took_ms: float,
+    prompt: int,
+    output: int | None,
+    *hashes: int,
+    session: str | None = None,
+) -> dict[str, Any]:
+    """A record of Dynamo's request trace."""
+    replay = {"trace_block_size": 64, "input_length": prompt, "input_sequence_hashes": list(hashes)}
+    request = {"request_id": name, "request_received_ms": received_ms, "total_time_ms": took_ms, "replay": replay}
+    record = {
+        "schema": "dynamo.request.trace.v1",
+        "event_type": "request_end",
+        "event_time_unix_ms": received_ms + 9_000,
+    }
+    record["request"] = request if output is None else request | {"output_tokens": output}
+    return record if session is None else record | {"agent_context": {"session_id": session}}
+
+
 def conversation(**more: Any) -> dict[str, Any]:
     return {
         "id": "c1",

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.workloads.forms import dynamo, lines, shapes
+from tests.workloads.forms import dynamo, dynamo_request, lines, shapes
 from workloads.importers import import_trace
 from workloads.traces import TraceError
 from workloads.trajectories import Turn
@@ -80,3 +80,40 @@ def test_a_dynamo_turn_waits_after_the_turn_before_it_not_after_its_helper(tmp_p
         {"request_id": "b", "session_id": "s", "input_length": 150, "output_length": 20, "dependencies": after},
     )
     assert (100, (Turn(0, 10, 1.0), Turn(40, 20, 0.0))) in shapes(import_trace(path))
+
+
+@pytest.mark.parametrize("session", ["s", None], ids=["session", "content"])
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_a_dynamo_request_trace_is_read_by_session_or_by_content(
+    tmp_path: Path, session: str | None, is_wrapped: bool
+) -> None:
+    """A record is written when its request ends, some time after the answer; other records are skipped, and requests
+    without lengths counted."""
+    records: list[dict[str, Any]] = [
+        dynamo_request("other", 1_000, 9_000.0, 300, 7, 7, 8, 9, session=session and "t"),
+        dynamo_request("b", 12_000, 2_000.0, 270, 20, 1, 2, 3, 4, 5, session=session),
+        dynamo_request("a", 5_000, 3_000.0, 200, 10, 1, 2, 3, 6, session=session),
+        dynamo_request("left", 6_000, 10.0, 200, None, 1, 2, 3, 6, session=session),
+        {"schema": "dynamo.request.trace.v1", "event_type": "tool_end", "event_time_unix_ms": 9_000, "tool": {}},
+        {"schema": "dynamo.request.trace.v1", "event_type": "request_payload", "event_time_unix_ms": 1, "payload": {}},
+    ]
+    written = [{"timestamp": 1, "event": record} for record in records] if is_wrapped else records
+    workload = import_trace(lines(tmp_path / "t.jsonl", *written))
+    assert sorted(shapes(workload)) == [
+        (200, (Turn(0, 10, 4.0), Turn(60, 20, 0.0))),
+        (300, (Turn(0, 7, 0.0),)),
+    ]
+    assert workload.left_out == "requests without lengths: 1"
+
+
+def test_a_dynamo_request_without_its_arrival_or_its_hashes_is_read(tmp_path: Path) -> None:
+    """All measurements are optional in Dynamo."""
+    records = [
+        {"schema": "dynamo.request.trace.v1", "event_type": "request_end", "event_time_unix_ms": ended_ms}
+        | {"agent_context": {"session_id": "s"}, "request": {"request_id": "r", "model": "m"} | request}
+        for ended_ms, request in (
+            (3_000, {"input_tokens": 100, "output_tokens": 10, "total_time_ms": 1_000.0}),
+            (9_000, {"input_tokens": 150, "output_tokens": 20, "total_time_ms": 2_000.0}),
+        )
+    ]
+    assert shapes(import_trace(lines(tmp_path / "t.jsonl", *records))) == [(100, (Turn(0, 10, 4.0), Turn(40, 20, 0.0)))]

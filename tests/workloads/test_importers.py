@@ -17,6 +17,7 @@ from tests.workloads.forms import (
     arrived,
     conversation,
     dynamo,
+    dynamo_request,
     lines,
     mooncake,
     sglang_json,
@@ -87,6 +88,11 @@ def test_ids_may_be_numbers_and_lengths_may_be_floats(tmp_path: Path) -> None:
             sglang_json("r", 1, 1.0, 2, 3) | {"timestamp": "now"},
             "line 2, timestamp: must be a time in ISO 8601",
         ),
+        ("dynamo-requests", without(dynamo_request("r", 1, 1, 2, 3), "request"), "line 2, request: must be a JSON obj"),
+        ("dynamo-requests", dynamo_request("r", 1, 1, -2, 3), "line 2, request, replay, input_length: must be a whole"),
+        ("dynamo-requests", dynamo_request("r", 1, -1, 2, 3), "line 2, request, total_time_ms: must be a number"),
+        ("dynamo-requests", dynamo_request("r", 1, 1, 2, 3, session=""), "line 2, agent_context, session_id: must be"),
+        ("dynamo-requests", {"event": 5}, "line 2, event: must be a JSON object"),
         ("sglang-log", without(sglang_json("r", 1, 1.0, 2, 3), "out"), "line 2, out: must be a JSON object"),
         (
             "sglang-log",
@@ -118,6 +124,7 @@ def test_a_malformed_record_is_refused_with_its_line_and_field(
     good = {
         "mooncake": mooncake(0, 10, 5),
         "dynamo": dynamo("ok", 10, 5),
+        "dynamo-requests": dynamo_request("ok", 0, 1, 10, 5),
         "kv-cache-tester": conversation(id="ok"),
         "sglang-log": sglang_json("ok", 1, 1.0, 10, 5),
         "vllm-log": vllm_text(0, VLLM_MESSAGES[0][1]),
@@ -153,6 +160,8 @@ def test_values_that_no_trace_may_hold_are_refused_at_import(tmp_path: Path, rec
         (dynamo("r", 10, 5), "dynamo"),
         (mooncake(0, 10, 5, request_id="r", wait_for=["q"]), "dynamo"),
         (mooncake(0, 10, 5, request_id="r"), "mooncake"),
+        (dynamo_request("r", 0, 1, 10, 5), "dynamo-requests"),
+        ({"timestamp": 1, "event": dynamo_request("r", 0, 1, 10, 5)}, "dynamo-requests"),
         (conversation(), "kv-cache-tester"),
         (vllm_text(0, VLLM_MESSAGES[1][1]), "vllm-log"),
         (vllm_json(0, VLLM_MESSAGES[1][1]), "vllm-log"),
@@ -196,7 +205,7 @@ def test_a_file_that_is_no_trace_is_refused_with_the_known_formats(tmp_path: Pat
     with pytest.raises(
         TraceError,
         match=r"unknown format; "
-        r"if it is one of mooncake, kv-cache-tester, dynamo, vllm-log, sglang-log, event-log, name",
+        r"if it is one of mooncake, kv-cache-tester, dynamo, dynamo-requests, vllm-log, sglang-log, event-log, name",
     ):
         detect_format(lines(tmp_path / "f", "hello", [1], {"a": 1}))
     write_trace(draw(CODING, 1, seed=1), tmp_path / "own.jsonl")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from workloads.importers.dynamo import read_dynamo
+from workloads.importers.dynamo_requests import is_dynamo_request, read_dynamo_requests
 from workloads.importers.event_log import is_event, read_event_log
 from workloads.importers.kv_cache_tester import read_kv_cache_tester
 from workloads.importers.mooncake import read_mooncake
@@ -22,6 +23,7 @@ READERS: dict[str, Callable[[Path], Workload]] = {
     "mooncake": read_mooncake,
     "kv-cache-tester": read_kv_cache_tester,
     "dynamo": read_dynamo,
+    "dynamo-requests": read_dynamo_requests,
     "vllm-log": read_vllm_log,
     "sglang-log": read_sglang_log,
     "event-log": read_event_log,
@@ -94,6 +96,8 @@ def _form_of_object(line: str) -> str | None:
         return None
     if "trajectory_id" in record and "turns" in record:
         return _OWN_FORM
+    if is_dynamo_request(record):
+        return "dynamo-requests"
     if "requests" in record:
         return "kv-cache-tester"
     if record.keys() & _ONLY_DYNAMO:
