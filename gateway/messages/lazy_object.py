@@ -24,7 +24,8 @@ class BrokenValue(ValueError):
 def members_of(body: bytes) -> Members:
     """The members of the object in these bytes; of a repeated name, the last value counts. They keep the bytes alive.
 
-    All of it is checked, except that text is UTF-8 and that numbers are not too large.
+    All of it is checked, except that text is UTF-8, that numbers are not too large and, from Python 3.12 on, that no
+    value is nested too deeply to be read.
 
     Raises:
         ValueError: it is not JSON, not an object, or nested too deeply.
