@@ -145,7 +145,7 @@ async def _serving(
     legs = Legs(settings, clock, driver, fleet, metrics, book, kept_tokens, staleness, kv, lending)
     running = RunningTurns(settings, clock, driver, store, repeats, staleness, arrivals, legs, endings, metrics)
     hot = HotTurns(running, endings, legs, store, clock, settings, metrics)
-    turns = Turns(settings, clock, reader, repeats, kept_tokens, running, hot, endings, metrics)
+    turns = Turns(settings, clock, fleet, reader, repeats, kept_tokens, running, hot, endings, metrics)
     passthrough = Passthrough(settings, fleet)
     metrics.watch(scheduler, fleet, ledger, store, worker_pool, texts.counts if texts is not None else None)
     demand = Demand(clock, driver, ledger)

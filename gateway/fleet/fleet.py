@@ -34,6 +34,9 @@ class Fleet:
         post: tells the scheduler.
         known: which processes were seen, so that homes survive a restart of the gateway.
         weights: those that an engine must have to get turns.
+
+    Attributes:
+        is_starting: engines are yet to be seen, and no model is known.
     """
 
     def __init__(
@@ -53,18 +56,28 @@ class Fleet:
         self._known = known
         self._circuits = Circuits(settings, clock, post)
         self._watch = Watch(settings, clock, self._circuits, self._known, weights, self._models_seen)
+        self._start: asyncio.Task[None] | None = None
+        self.is_starting = True
 
     async def start(self) -> None:
-        """Begin to look at the configured engines, and wait briefly until each has been seen."""
+        """Begin to look at the configured engines, and wait briefly until each has been seen. If none is configured,
+        this process is yet to be told of its engines: requests wait for them in `started`.
+        """
         for engine in self._settings.engines:
             self.add(engine)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._settings.start_timeout_s):
-                while any(member.state is EngineState.STARTING for member in self._members):
-                    await self._circuits.next_change()
+        self._start = asyncio.create_task(self._see_all(), name="start of the fleet")
+        if self._settings.engines:
+            await self._start
+
+    async def started(self) -> None:
+        """Wait until the engines have been seen, or for `start_timeout_s` since the start."""
+        if self.is_starting and self._start is not None:
+            await asyncio.wait((self._start,))
 
     async def stop(self) -> None:
         """Stop looking and close all connections."""
+        if self._start is not None:
+            self._start.cancel()
         for member in self._members:
             await self._close(member)
 
@@ -154,7 +167,7 @@ class Fleet:
 
     def models(self) -> dict[str, Model]:
         """Every model that an engine of the fleet serves, or served when it was last seen; with the longest context
-        that any of them takes.
+        that any of them takes. None while the fleet is starting.
         """
         return self._models
 
@@ -200,6 +213,22 @@ class Fleet:
             member.num_faults = 0
             member.worked_at = self._clock()
 
+    async def _see_all(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._settings.start_timeout_s):
+                while self._is_one_to_come():
+                    await self._circuits.next_change()
+        self._known.only({member.settings.url for member in self._members})
+        self.is_starting = False
+        self._gather_models()
+
+    def _is_one_to_come(self) -> bool:
+        """Whether an engine is yet to be seen; or to be told of, if it was there before a restart, or if none is."""
+        if any(member.state is EngineState.STARTING for member in self._members):
+            return True
+        urls = {member.settings.url for member in self._members}
+        return not self._settings.engines and not (urls and self._known.present() <= urls)
+
     def _models_seen(self) -> None:
         before = set(self._models)
         self._gather_models()
@@ -208,6 +237,8 @@ class Fleet:
             self._post(ModelGone(self._clock(), model_id))
 
     def _gather_models(self) -> None:
+        if self.is_starting:  # the first turns would all go to the first engine, away from their KV
+            return
         models = [model for member in self._members for model in member.models]
         models.sort(key=lambda model: model.max_context_tokens or inf)
         self._models = {model.model_id: model for model in models}  # the last of each id: the one with the most room

@@ -1,5 +1,6 @@
 """Records which process was last seen at each engine's address, so that homes survive a restart of the gateway."""
 
+from collections.abc import Mapping, Set
 from typing import Any
 
 import orjson
@@ -55,12 +56,31 @@ class KnownProcesses:
             "models": before.get("models", []),
             "has_left": True,
         }
-        # Older records of engines that left have no models.
-        have_left = [url for url, known in self._known.items() if known.get("has_left", "models" not in known)]
-        for url in have_left[:-_MAX_LEFT]:
-            del self._known[url]
+        self._forget_some()
         self.remember()
+
+    def present(self) -> set[str]:
+        """The addresses of engines that are in the fleet, or were before a restart."""
+        return {url for url, known in self._known.items() if not _has_left(known)}
+
+    def only(self, urls: Set[str]) -> None:
+        """No other engine is in the fleet. One that comes back as the same process keeps its id all the same."""
+        if missing := self.present() - urls:
+            for url in missing:
+                self._known[url]["has_left"] = True
+            self._forget_some()
+            self.remember()
 
     def remember(self) -> None:
         """Write everything down; also after the store lost it."""
         self._store.put_state(_STATE_NAME, orjson.dumps(self._known))
+
+    def _forget_some(self) -> None:
+        have_left = [url for url, known in self._known.items() if _has_left(known)]
+        for url in have_left[:-_MAX_LEFT]:
+            del self._known[url]
+
+
+def _has_left(known: Mapping[str, Any]) -> bool:
+    has_left: bool = known.get("has_left", "models" not in known)  # older records of engines that left have no models
+    return has_left

@@ -154,13 +154,14 @@ class RequestReader:
         known = self._fleet.models()
         if model in (None, "") and len(known) == 1:
             return next(iter(known))
-        if not isinstance(model, str) or not model:
-            raise bad_model(known)
-        if model not in known:
-            if not known:
-                raise no_engine(len(self._fleet.members()))
-            raise unknown_model(model, known)
+        if not isinstance(model, str) or not model or model not in known:
+            raise self._no_model(model, known)
         return model
+
+    def _no_model(self, model: Any, known: Iterable[str]) -> Refused:
+        if not known and (model is None or isinstance(model, str)):
+            return no_engine(len(self._fleet.members()))
+        return unknown_model(model, known) if isinstance(model, str) and model else bad_model(known)
 
     def _check_kind(self, path: str, model: str) -> None:
         """Raises Refused if the turn may go to an engine that has no such route."""

@@ -15,6 +15,7 @@ from typing import Any
 from engines.upstream import SGLANG_GENERATE, VLLM_GENERATE
 from gateway.clock import Clock
 from gateway.config import Settings
+from gateway.fleet.fleet import Fleet
 from gateway.http.client import Client, ClientLeft
 from gateway.http.errors import Api
 from gateway.http.exchange import Exchange
@@ -54,6 +55,7 @@ class Turns:
         self,
         settings: Settings,
         clock: Clock,
+        fleet: Fleet,
         reader: RequestReader,
         repeats: Repeats,
         kept_tokens: KeptTokens,
@@ -65,6 +67,7 @@ class Turns:
         self._settings = settings
         self._max_answer_bytes, self._has_token_legs = settings.max_answer_bytes, settings.token_legs != "off"
         self._clock = clock
+        self._fleet = fleet
         self._reader = reader
         self._repeats = repeats
         self._kept_tokens = kept_tokens
@@ -114,8 +117,11 @@ class Turns:
         try:
             try:
                 ask = self._reader.ask(client.scope, api, path, body)
-            except Refused:
+            except Refused as refused:
                 outlet.headers += named(client.scope, body)
+                if self._fleet.is_starting and refused.error.code == "no_engine":
+                    rest = self._once_started(client, path, key, body)
+                    return self._endings.serving(rest, client, outlet, turn_id)
                 raise
             outlet.headers += b"x-trajectory-id: %b\r\n" % ask.trajectory_id.encode("latin-1", "replace")
             joined = self._repeats.running(ask)
@@ -153,6 +159,23 @@ class Turns:
             await self._running.run(turn, client)
         finally:
             self._kept_tokens.over(turn)
+
+    async def _once_started(self, client: Client, path: str, key: str, body: bytes) -> None:
+        """Serve a request that came before the fleet was known."""
+        waiting = asyncio.create_task(self._fleet.started())
+        client.when_left(waiting.cancel)
+        try:
+            await asyncio.wait((waiting,))
+        except asyncio.CancelledError:  # uvicorn's, when its shutdown timeout ends
+            raise shutting_down() from None
+        finally:
+            client.unwatch()
+            waiting.cancel()
+        if waiting.cancelled():
+            raise ClientLeft
+        rest = self.begin(client, path, key, body)
+        if rest is not None:
+            await rest
 
     async def _join(self, turn: Turn, client: Client) -> None:
         """Give a client, counted already, the answer of a turn that another client began."""

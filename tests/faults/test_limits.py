@@ -183,7 +183,7 @@ async def test_pipelined_requests_are_answered_in_order() -> None:
 
 async def test_without_an_engine_a_turn_gets_503(client: httpx.AsyncClient) -> None:
     """With a `Retry-After`."""
-    async with running_gateway() as gateway:
+    async with running_gateway(start_timeout_s=0) as gateway:
         for api in APIS:
             response = await client.post(gateway.url + PATHS[api], json=body_of(api))
             check_error(api, response, 503, "no_engine")

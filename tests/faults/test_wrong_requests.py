@@ -231,7 +231,7 @@ async def test_the_error_suggests_the_path_if_v1_is_missing_or_doubled(
 
 async def test_without_a_ready_engine_the_error_says_why(client: httpx.AsyncClient) -> None:
     """A fleet without engines differs from one whose engines do not answer."""
-    async with running_gateway() as gateway:
+    async with running_gateway(start_timeout_s=0) as gateway:
         response = await client.post(gateway.url + PATHS["chat"], json=body_of("chat"))
         check_error("other", response, 503, "no_engine")
         assert response.json()["error"]["message"] == "No engine is ready: the fleet has none."
