@@ -13,12 +13,17 @@ good look (`watch.py`).
 import asyncio
 from collections.abc import Callable
 
+from engines.dialect import Asleep, ObservationError
 from engines.http import EngineUnreachable, NothingListens, ResponseTimeout
 from gateway.clock import Clock
 from gateway.config import Settings
 from gateway.fleet.member import EngineState, Member
 from gateway.turnlog import LOGGER
 from scheduling.types import EngineLoad, EngineLost, EngineReported, EngineSpec, Event
+
+
+class Hangs(ObservationError):
+    """Turns run on the engine, but it makes no progress."""
 
 
 class Circuits:
@@ -51,7 +56,7 @@ class Circuits:
     def open(self, member: Member, fault: Exception) -> None:
         """The engine is lost."""
         member.last_fault = str(fault)
-        member.is_silent = _is_timeout(fault)
+        member.may_be_alive = _leaves_alive(fault)
         if member.state is not EngineState.LOST:
             LOGGER.warning("engine is lost", extra={"fields": {"engine": member.engine_id, "fault": str(fault)}})
         if member.state is EngineState.READY:
@@ -103,6 +108,6 @@ class Circuits:
         await self._has_come.wait()
 
 
-def _is_timeout(fault: Exception) -> bool:
+def _leaves_alive(fault: Exception) -> bool:
     is_unreachable = isinstance(fault, EngineUnreachable) and not isinstance(fault, NothingListens)
-    return is_unreachable or isinstance(fault, ResponseTimeout)
+    return is_unreachable or isinstance(fault, ResponseTimeout | Asleep | Hangs)

@@ -47,7 +47,7 @@ class Member:
         num_legs: legs that this gateway runs on it.
         num_held_up: how many of these wait until their clients have taken some of their answers.
         num_faults: connection faults since the last good look or answer.
-        is_silent: it was lost because it did not answer in time, so it may be alive.
+        may_be_alive: it was lost because it did not answer in time, hangs, or sleeps.
         is_busy: at the last look turns ran, by its own count or because legs of this gateway did.
         worked_at: when it was last seen to make progress, or to have nothing to do.
     """
@@ -81,7 +81,7 @@ class Member:
     num_held_up: int = 0
     num_faults: int = 0
     last_fault: str = ""
-    is_silent: bool = False
+    may_be_alive: bool = False
     is_busy: bool = False
     worked_at: float = 0.0
     recheck: asyncio.Event = field(default_factory=asyncio.Event)

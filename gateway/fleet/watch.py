@@ -14,7 +14,7 @@ from engines.kv_connectors import KvWays, kv_ways
 from engines.probe import Model, discover, models_of, tells_tokens
 from gateway.clock import Clock
 from gateway.config import Settings
-from gateway.fleet.circuits import Circuits
+from gateway.fleet.circuits import Circuits, Hangs
 from gateway.fleet.known_processes import KnownProcesses
 from gateway.fleet.member import EngineState, Member
 from gateway.turnlog import LOGGER
@@ -146,5 +146,6 @@ class Watch:
         if before is None or not (is_busy and was_busy) or observation.work_counter != before.work_counter:
             member.worked_at = now
         elif now - member.worked_at > self._settings.stall_timeout_s:
-            self._circuits.open(member, ObservationError("it hangs: turns run, and no token came"))
-            raise ObservationError("it hangs")
+            fault = Hangs("it hangs: turns run, and no token came")
+            self._circuits.open(member, fault)
+            raise fault

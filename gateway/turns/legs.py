@@ -160,7 +160,7 @@ class Legs:
             if stop.fault is Fault.ENGINE:
                 lost = LegFailed(Fault.ENGINE, api_error(502, "The engine was lost.", "engine_lost"))
                 # Not one that was removed, or that may be alive behind a slow network.
-                lost.broke_off = member.state is EngineState.LOST and not member.is_silent
+                lost.broke_off = member.state is EngineState.LOST and not member.may_be_alive
                 raise lost from None
             raise
         except LegFailed as failure:

@@ -33,6 +33,10 @@ from tests.support.gateway import eventually, running_gateway
 from tests.support.rounds import play_rounds
 
 HALF = b'HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 900\r\n\r\n{"choices": [{"in'
+ASLEEP = (
+    b'vllm:num_requests_running{engine="0"} 1\n'
+    b'vllm:engine_sleep_state{engine="0",sleep_state="awake"} 0\nprocess_start_time_seconds 1000.0\n'
+)
 FINISHED = b'{"choices":[{"index":0,"message":{"content":"x"},"finish_reason":"stop"}]'
 
 ROLE_EVENT = b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""},"finish_reason":null}]}\n\n'
@@ -288,8 +292,10 @@ async def test_a_request_that_kills_engines_kills_two(client: httpx.AsyncClient,
         await asyncio.gather(*ending)
 
 
-async def test_engines_that_fall_silent_are_not_blamed_on_the_turn(client: httpx.AsyncClient) -> None:
-    """Overload or the network may be the reason, for every engine and every turn: it goes on at a third."""
+@pytest.mark.parametrize("what", ["silent", "hangs", "asleep"])
+async def test_engines_that_may_be_alive_are_not_blamed_on_the_turn(client: httpx.AsyncClient, what: str) -> None:
+    """Overload, the network, a disk that all share, or a trainer that lets all engines sleep may be the reason, for
+    every engine and every turn: it goes on at a third."""
     async with AsyncExitStack() as stack:
         engines: list[RawEngine] = []
 
@@ -298,11 +304,14 @@ async def test_engines_that_fall_silent_are_not_blamed_on_the_turn(client: httpx
             if len(asked) > 2:
                 await writes(whole(FINISHED + b"}"))(reader, writer)
             for engine in asked:
-                engine.watched = False
+                engine.watched = what != "silent"
+                engine.running = int(what == "hangs")
+                engine.page = ASLEEP if what == "asleep" else None
             await hangs(reader, writer)
 
         engines += [await stack.enter_async_context(raw_engine(answer)) for _ in range(3)]
-        settings: dict[str, Any] = {"observe_interval_s": 0.05, "observe_timeout_s": 0.2}
+        settings: dict[str, Any] = {"observe_interval_s": 0.05, "observe_timeout_s": 0.2, "retry_pause_s": 60}
+        settings["stall_timeout_s"] = 0.2 if what == "hangs" else 60
         gateway = await stack.enter_async_context(running_gateway(*[one.url for one in engines], **settings))
         reply = await ask(client, gateway.url, "chat", body_of("chat"))
         assert reply.is_finished("chat"), reply
