@@ -303,7 +303,7 @@ class Dispatcher:
         enterable = [engine for engine in full if self._admission.claims_giving_way(engine, turn) is not None]
         victim = victim_for(turn, enterable, self.at, self._limits)
         if victim is not None:
-            victim.is_pausing = True
+            victim.stop_asked_at = self.at
             actions.append(Preempt(victim.turn_id, victim.leg))
 
     def _next_entrant(self, engine: Engine) -> Turn | None:
@@ -360,7 +360,7 @@ class Dispatcher:
         self.withdraw(turn)
         turn.become(RUNNING)
         turn.leg += 1
-        turn.began_at, turn.is_pausing = self.at, False
+        turn.began_at, turn.stop_asked_at = self.at, None
         self._queues.run(turn, engine)
         old_home = self._home(trajectory) if enters else None
         is_new_home = self._settle_at(trajectory, engine, actions)

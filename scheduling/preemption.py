@@ -11,24 +11,32 @@ from scheduling.engine import Engine
 from scheduling.limits import Limits
 from scheduling.state import Turn
 
+# A leg stops within a step or two. One that still runs later cannot be stopped without losing what it made.
+STOP_S = 5.0
+
 _key = attrgetter("key")
 
 
 def victim_for(turn: Turn, engines: Iterable[Engine], at: float, limits: Limits) -> Turn | None:
     """The least urgent turn that runs on one of these engines, if it must give way to a waiting one.
 
-    An engine where a turn is already being stopped is left alone, because its slot becomes free.
+    An engine where a turn is already being stopped is left alone, because its slot becomes free. A turn that did not
+    stop when it was asked to runs to its end.
     """
     began_until = at - limits.preempt_after_s
     running = [
         running
         for engine in engines
-        if not any(other.is_pausing for other in engine.running.values())
+        if not any(_is_stopping(other, at) for other in engine.running.values())
         for running in engine.running.values()
-        if running.began_at <= began_until
+        if running.began_at <= began_until and running.stop_asked_at is None
     ]
     victim = max(running, key=_key, default=None)
     return victim if victim is not None and _yields(victim, turn, limits) else None
+
+
+def _is_stopping(turn: Turn, at: float) -> bool:
+    return turn.stop_asked_at is not None and at < turn.stop_asked_at + STOP_S
 
 
 def _yields(victim: Turn, turn: Turn, limits: Limits) -> bool:

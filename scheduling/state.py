@@ -50,7 +50,7 @@ class Turn:
         num_faults: legs that engines failed; busy engines do not count.
         broken: engines that broke off one of its legs before they had made anything of it.
         began_at: when its running leg began.
-        is_pausing: whether its running leg was asked to stop.
+        stop_asked_at: when its running leg was asked to stop, if it was.
     """
 
     turn_id: str
@@ -68,7 +68,7 @@ class Turn:
     num_faults: int = 0
     broken: set[str] = field(default_factory=set)
     began_at: float = 0.0
-    is_pausing: bool = False
+    stop_asked_at: float | None = None
 
     @property
     def context_tokens(self) -> int:

@@ -62,6 +62,21 @@ def test_a_leg_that_just_began_is_left_alone_until_a_tick() -> None:
     assert fleet.tick(1.0) == [Preempt("fresh", 1)]
 
 
+def test_a_turn_that_cannot_be_stopped_does_not_keep_others_from_giving_way() -> None:
+    """A leg that passes through runs on when it is asked to stop. After a while the next least urgent one is asked, and
+    the first not again before its next leg."""
+    fleet = Fleet(PREEMPTING, Limits(preempt_margin_tokens=4_000, preempt_after_s=5), can_preempt=True)
+    fleet.engine("A", slots=2)
+    fleet.arrive("shortest", predicted=1_000)
+    fleet.arrive("short", predicted=2_000)
+    fleet.at = 10.0
+    assert fleet.arrive("long", predicted=20_000) == [Preempt("shortest", 1)]
+    assert fleet.tick(4.0) == []
+    assert fleet.tick(1.0) == [Preempt("short", 1)]
+    assert fleet.tick(9.0) == []
+    assert fleet.sent(fleet.pause("short")) == [("long", "A")]
+
+
 def test_a_resident_that_waits_takes_a_slot_at_a_tick() -> None:
     """When it returned, the running turn had just begun."""
     fleet = Fleet(PREEMPTING, Limits(preempt_after_s=5), can_preempt=True)
