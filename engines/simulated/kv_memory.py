@@ -108,12 +108,14 @@ class KvMemory:
         """Unpin them."""
         self._cache.unpin(pieces)
 
-    def adopt(self, pieces: Sequence[Piece], num_promised: int) -> None:
-        """Add pieces that were computed elsewhere, if there is room for them beside `num_promised` tokens."""
-        if self._fits(pieces, num_promised):
-            self._cache.pin(pieces)
-            self._cache.unpin(pieces)
-            self._evict_overdraft()
+    def adopt(self, pieces: Sequence[Piece], num_promised: int) -> bool:
+        """Add pieces that were computed elsewhere; False if there is no room for them beside `num_promised` tokens."""
+        if not self._fits(pieces, num_promised):
+            return False
+        self._cache.pin(pieces)
+        self._cache.unpin(pieces)
+        self._evict_overdraft()
+        return True
 
     def clear(self) -> None:
         """Drop everything that is not pinned."""

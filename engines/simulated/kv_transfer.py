@@ -45,26 +45,31 @@ class KvTransfer:
         self._engine_id = os.urandom(8).hex()
         self._offers: dict[str, _Offer] = {}
 
-    async def fetched(self, asked: Asked) -> None:
-        """Fetch the KV to which a request refers, if it is still there."""
+    async def fetched(self, asked: Asked) -> bool:
+        """Fetch the KV to which a request refers, if it is still there. Returns whether it is here now."""
         params = asked.kv_transfer or {}
         if not params.get("do_remote_prefill"):
-            return
+            return False
         peer = HttpClient(f"http://{params.get('remote_host')}:{params.get('remote_port')}")
         try:
             target = f"{FETCH}/{quote(str(params.get('remote_request_id')), safe='')}"
             status, _ = await peer.post(target, b"", _FETCH_TIMEOUT_S)
         except FAULTS:
-            return
+            return False
         finally:
             peer.close()
-        if status == 200:
-            prompt = asked.prompts[0]
-            await asyncio.sleep(len(prompt) * _FETCH_S_PER_TOKEN / self._speed_up)
-            self._live.adopt(blocks_of(prompt, self._live.block_size, asked.cache_salt))
+        if status != 200:
+            return False
+        prompt = asked.prompts[0]
+        await asyncio.sleep(len(prompt) * _FETCH_S_PER_TOKEN / self._speed_up)
+        return self._live.adopt(blocks_of(prompt, self._live.block_size, asked.cache_salt))
 
-    def report(self, running: Running) -> None:
-        """What the answer to a fetch reports as cached is what the offering server had: its offer says how much."""
+    def report(self, running: Running, is_fetched: bool) -> None:
+        """The answer to a fetch reports all of its prompt as cached, or what the offering server had, if its offer says
+        how much.
+        """
+        if is_fetched:
+            running.generations[0].cached_tokens = running.generations[0].prompt_tokens
         told = (running.asked.kv_transfer or {}).get("remote_prefill_cached_tokens")
         if told is not None:
             running.generations[0].cached_tokens = told

@@ -172,10 +172,11 @@ class LiveEngine:
         """Tokens at the front of these pieces that are in the cache."""
         return self.engine.num_cached(self.now(), pieces)
 
-    def adopt(self, pieces: Sequence[Piece]) -> None:
-        """Adds KV that was computed elsewhere to the cache, as far as there is room."""
-        self.engine.adopt(self.now(), pieces)
+    def adopt(self, pieces: Sequence[Piece]) -> bool:
+        """Adds KV that was computed elsewhere to the cache; False if there is no room."""
+        is_adopted = self.engine.adopt(self.now(), pieces)
         self._serve_due()
+        return is_adopted
 
     def keep(self, pieces: Sequence[Piece]) -> bool:
         """Pins cached KV until it is let go; False if there is no room."""

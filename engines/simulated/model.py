@@ -128,10 +128,10 @@ class SimulatedEngine:
         self._run_until(at)
         return self._kv.num_cached(pieces)
 
-    def adopt(self, at: float, pieces: Sequence[Piece]) -> None:
-        """Adds KV that was computed elsewhere to the cache; dropped if running sequences leave no room for it."""
+    def adopt(self, at: float, pieces: Sequence[Piece]) -> bool:
+        """Adds KV that was computed elsewhere to the cache; False if running sequences leave no room for it."""
         self._run_until(at)
-        self._kv.adopt(pieces, self._num_made())
+        return self._kv.adopt(pieces, self._num_made())
 
     def keep(self, at: float, pieces: Sequence[Piece]) -> bool:
         """Pins pieces until they are let go, because another engine will fetch them; False if there is no room."""

@@ -135,8 +135,7 @@ async def run(
         await exchange.write([dialect.error_event(refusal), DONE])
         await exchange.end_stream()
         return
-    if service.kv is not None:
-        await service.kv.fetched(asked)
+    is_fetched = service.kv is not None and await service.kv.fetched(asked)
     if service.tier is not None:
         await service.tier.loaded(asked)
     running = service.begin(asked, exchange)
@@ -146,7 +145,7 @@ async def run(
         else:
             await running.end()
             if service.kv is not None:
-                service.kv.report(running)
+                service.kv.report(running, is_fetched)
                 running.kv_offer = service.kv.offered(running, exchange)
             if service.tier is not None:
                 service.tier.keep(running)  # before a client asks another server for the continuation

@@ -95,7 +95,9 @@ class Transfers:
         giving = TransferRequest(asked.trajectory_id, COMPLETIONS, releasing(asked.request.get("model"), told.offer))
         try:
             async with asyncio.timeout(self._settings.kv_move_timeout_s):
-                await self._ask(target, giving, giving.request, _FIRST)
+                got = await self._ask(target, giving, giving.request, _FIRST)
+            if not (got.cached_tokens is None or got.is_there):  # an engine that could not fetch answers, too
+                raise MoveFailed("the offer could not be given back")
         except (MoveFailed, TimeoutError, ValueError, *FAULTS):
             await asyncio.sleep(LEASE_S)
         finally:

@@ -133,6 +133,24 @@ async def test_an_offer_that_was_not_fetched_is_released(fault: Any) -> None:
         assert await fleet.cached_share("t") >= 0.85
 
 
+@pytest.mark.parametrize("fault", ["refuse", "reset"])
+async def test_an_offer_that_cannot_be_given_back_counts_until_its_lease_is_over(fault: Any) -> None:
+    """The new home computes what it cannot fetch, also the token with which the offer is given back."""
+    engines = [engine(Fault(fault, path="/simulate/kv"), kv_lease_s=1e6) for _ in range(2)]
+    async with running_fleet(*engines) as fleet:
+        home, target = (url.removeprefix("http://") for url in fleet.urls)
+        await fleet.begin_at_first()
+        await fleet.act(target, "uncordon")
+        await fleet.act(home, "evacuate")
+
+        async def has_ended() -> bool:  # the fetch, the prefill and the giving back were a token each
+            made = await fleet.generated_tokens(fleet.urls[1])
+            return made == 3 and not (await fleet.engines())[target]["num_legs"]
+
+        await eventually(has_ended)
+        assert (await fleet.engines())[home]["kv_offered_tokens"] > 500
+
+
 async def test_kv_that_the_old_home_evicted_and_computes_for_the_offer_is_fetched() -> None:
     """In the answer to the fetch, vLLM reports what the old home had cached, which is nothing."""
     async with running_fleet(engine(), engine()) as fleet:
