@@ -11,9 +11,9 @@ from gateway.fleet.fleet import Fleet
 from gateway.http.client import Client, ClientLeft
 from gateway.http.errors import Api, api_error, engine_error
 from gateway.http.outlet import Outlet
-from gateway.http.refusals import Refused, bad_model, no_engine, unknown_model
+from gateway.http.refusals import Refused, bad_model, no_engine
 from gateway.turns.outcome import failed_leg
-from gateway.turns.request_reader import parse_object
+from gateway.turns.request_reader import lacks_model, parse_object
 
 # An allow-list: no other route of an engine, above all its control routes, can be reached.
 PASSTHROUGH_ROUTES: dict[str, Api] = {
@@ -46,7 +46,7 @@ class Passthrough:
         if model is not None and not isinstance(model, str):
             raise bad_model(known)
         if model is not None and known and model not in known:
-            raise unknown_model(model, known)
+            raise lacks_model(self._fleet, model)
         asking = asyncio.create_task(self._ask(path, body, model))
         client.when_left(asking.cancel)
         try:

@@ -171,6 +171,10 @@ class Fleet:
         """
         return self._models
 
+    def num_unseen(self) -> int:
+        """How many engines this process has not seen yet, so that nobody knows what they serve."""
+        return sum(member.dialect is None for member in self._members)
+
     # --- weights --------------------------------------------------------------------------------------------
 
     def begin_update(self, member: Member) -> None:

@@ -187,6 +187,13 @@ def no_engine(num_engines: int) -> Refused:
     return Refused(error, retry_after_s=5.0, should_retry=True)
 
 
+def not_seen(model: str, num_unseen: int, num_engines: int) -> Refused:
+    """503: no engine serves the model, as far as is known."""
+    why = f"{num_unseen} of {num_engines} in the fleet were not seen yet; GET /v1/engines tells why"
+    error = api_error(503, f"No engine with the model {model[:200]!r} is ready: {why}.", "no_engine")
+    return Refused(error, retry_after_s=5.0, should_retry=True)
+
+
 def store_away(message: str) -> Refused:
     """503: the answer needs the store, which does not respond."""
     return Refused(api_error(503, message, "store_away"), retry_after_s=1.0, should_retry=True)

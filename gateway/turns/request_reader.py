@@ -21,6 +21,7 @@ from gateway.http.refusals import (
     no_engine,
     no_threads,
     not_found,
+    not_seen,
     unknown_model,
     unreadable,
 )
@@ -159,9 +160,9 @@ class RequestReader:
         return model
 
     def _no_model(self, model: Any, known: Iterable[str]) -> Refused:
-        if not known and (model is None or isinstance(model, str)):
+        if not known and model in (None, ""):
             return no_engine(len(self._fleet.members()))
-        return unknown_model(model, known) if isinstance(model, str) and model else bad_model(known)
+        return lacks_model(self._fleet, model) if isinstance(model, str) and model else bad_model(known)
 
     def _check_kind(self, path: str, model: str) -> None:
         """Raises Refused if the turn may go to an engine that has no such route."""
@@ -181,6 +182,15 @@ def parse_object(body: bytes, headers: Iterable[tuple[bytes, bytes]]) -> dict[st
     if not isinstance(request, dict):
         raise bad_request("The request body must be a JSON object.", code="invalid_json")
     return request
+
+
+def lacks_model(fleet: Fleet, model: str) -> Refused:
+    """What a request for a model gets that no engine is known to serve: one that was not seen yet may serve it."""
+    num_engines = len(fleet.members())
+    if not fleet.models():
+        return no_engine(num_engines)
+    num_unseen = fleet.num_unseen()
+    return not_seen(model, num_unseen, num_engines) if num_unseen else unknown_model(model, fleet.models())
 
 
 def named(scope: Mapping[str, Any], body: bytes) -> Headers:

@@ -388,6 +388,29 @@ async def test_a_refused_connection_opens_the_circuit_until_the_relaunch(
     assert server.posts == []
 
 
+async def test_a_model_that_an_unseen_engine_may_serve_is_not_said_to_be_unknown(client: httpx.AsyncClient) -> None:
+    """A gateway was restarted while the only engine of a second model was away. SDKs do not repeat a 404, which its
+    turns got. Once every engine has been seen, a model that none serves is unknown."""
+    port = free_port()
+    async with (
+        serve_engine(SimulatedEngineSettings()) as first,
+        running_gateway(first, f"http://127.0.0.1:{port}", observe_interval_s=0.05) as gateway,
+    ):
+        body = body_of("chat", model="another")
+        turn = await client.post(gateway.url + "/v1/chat/completions", json=body)
+        passed = await client.post(gateway.url + "/tokenize", json={"model": "another", "prompt": "hello"})
+        for refused in (turn, passed):
+            check_error("other", refused, 503, "no_engine")
+            assert refused.headers["x-should-retry"] == "true"
+            assert "'another'" in refused.json()["error"]["message"]
+        assert (await ask(client, gateway.url, "chat", body_of("chat"))).is_finished("chat")
+        async with serve_engine(SimulatedEngineSettings(model="another"), port=port):
+            await eventually(lambda: knows(client, gateway.url, "another"))
+            assert (await ask(client, gateway.url, "chat", body)).is_finished("chat")
+            unknown = await client.post(gateway.url + "/v1/chat/completions", json=body | {"model": "third"})
+            check_error("other", unknown, 404, "model_not_found")
+
+
 async def test_a_turn_that_waits_for_a_model_is_told_when_the_model_is_gone(client: httpx.AsyncClient) -> None:
     """It waits while the model's engines are away, for they may come back. Once one has come back with another model,
     it gets what a new turn gets."""
