@@ -23,6 +23,7 @@ from gateway.kv.moves import KvMoves
 from gateway.memory import load_predictor, restored
 from gateway.messages.prompt_groups import PromptGroups
 from gateway.metrics import Metrics
+from gateway.passes import Passes
 from gateway.passthrough import Passthrough
 from gateway.state.driver import Driver
 from gateway.state.eventlog import EventLog
@@ -148,12 +149,13 @@ async def _serving(
     turns = Turns(settings, clock, fleet, reader, repeats, kept_tokens, running, hot, endings, metrics)
     passthrough = Passthrough(settings, fleet)
     metrics.watch(scheduler, fleet, ledger, store, worker_pool, texts.counts if texts is not None else None)
-    demand = Demand(clock, driver, ledger)
+    passes = Passes()
+    demand = Demand(clock, driver, ledger, passes)
     overview = Overview(clock, driver, ledger, metrics)
     health = Health(settings, driver, fleet, store, metrics, book)
-    trajectories = Trajectories(settings, clock, driver, ledger, store, memory.predictor)
+    trajectories = Trajectories(settings, clock, driver, ledger, store, memory.predictor, passes)
     engines = Engines(fleet, driver, event_log, kv, settings.heartbeat_s, by_tokens)
-    tokens = Tokens(ledger, book)
+    tokens = Tokens(ledger, book, passes)
     parts = (access, health, trajectories, engines, tokens, weights, demand, overview, turns, passthrough)
     api = with_parts(build_api(), parts)
     store.on_loss(memory.rewrite)

@@ -9,9 +9,14 @@ compared with the outcome, because a fleet is reshaped within a rollout only if 
 import asyncio
 import math
 from collections import OrderedDict, defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import orjson
+
 from gateway.clock import Clock
+from gateway.passes import Passes
 from gateway.state.driver import Driver
 from gateway.state.ledger import Entry, Ledger
 from scheduling.reshaping import still_needed
@@ -25,19 +30,50 @@ _SLICE = 400
 _MIN_COMPARED = 8
 
 
+@dataclass(slots=True)
+class _Found:
+    """What a pass found.
+
+    Args:
+        remaining: of each active trajectory, as JSON.
+        going_on: rollouts with active trajectories.
+        finished: finished trajectories, by rollout.
+        ended_at: when the last of them ended, by rollout.
+    """
+
+    remaining: list[bytes] = field(default_factory=list)
+    going_on: set[str | None] = field(default_factory=set)
+    finished: defaultdict[str | None, list[Entry]] = field(default_factory=lambda: defaultdict(list))
+    ended_at: defaultdict[str | None, float] = field(default_factory=lambda: defaultdict(float))
+
+    def add(self, entry: Entry) -> None:
+        """Count a trajectory."""
+        record = entry.record
+        rollout_id = record.rollout_id
+        if record.state is TrajectoryState.ACTIVE:
+            self.going_on.add(rollout_id)
+            self.remaining.append(orjson.dumps(_remaining(record)))
+        elif record.state is TrajectoryState.FINISHED and record.num_turns:
+            self.finished[rollout_id].append(entry)
+            self.ended_at[rollout_id] = max(self.ended_at[rollout_id], record.last_at)
+
+
 class Demand:
     """The work at hand, for callers that ask repeatedly."""
 
-    def __init__(self, clock: Clock, driver: Driver, ledger: Ledger) -> None:
+    def __init__(self, clock: Clock, driver: Driver, ledger: Ledger, passes: Passes) -> None:
         self._clock = clock
         self._began_at = clock()
         self._driver = driver
         self._ledger = ledger
+        self._passes = passes
+        self._one_at_a_time = asyncio.Lock()
+        self._next: asyncio.Task[_Found] | None = None
         self._watched: OrderedDict[str, float] = OrderedDict()
         self._compared: deque[tuple[float, float]] = deque(maxlen=_MAX_COMPARED)
 
     async def look(self, since: float = 0.0) -> dict[str, Any]:
-        """The work at hand, as the API shows it.
+        """The work at hand, as the API shows it; orjson encodes it.
 
         `trajectories`: for each active one, predicted output tokens still to come, its context now, tokens that tools
         will still add to it, and its home. `last_rollout`: the rollout that ended last, if that was after `since`. A
@@ -48,27 +84,30 @@ class Demand:
         """
         if since > self._clock():
             since = self._began_at
-        active: list[TrajectoryRecord] = []
-        finished: list[Entry] = []
-        remaining: list[dict[str, Any]] = []
-        for number, entry in enumerate(list(self._ledger)):
-            if number % _SLICE == _SLICE - 1:
-                await asyncio.sleep(0)
-            record = entry.record
-            self._watch(record)
-            if record.state is TrajectoryState.ACTIVE:
-                active.append(record)
-                remaining.append(_remaining(record))
-            elif record.state is TrajectoryState.FINISHED:
-                finished.append(entry)
+        if self._next is None:  # all who ask before it begins share it
+            self._next = asyncio.create_task(self._pass(), name="demand")
+        found = await asyncio.shield(self._next)
         return {
             "at": self._clock(),
-            "trajectories": remaining,
-            "last_rollout": _last_rollout(active, finished, since),
+            "trajectories": orjson.Fragment(b"[" + b",".join(found.remaining) + b"]"),
+            "last_rollout": _last_rollout(found, since),
             "num_waiting_turns": self._driver.scheduler.num_waiting,
             "correlation": _log_pearson(self._compared),
             "num_compared": len(self._compared),
         }
+
+    async def _pass(self) -> _Found:
+        async with self._one_at_a_time:
+            self._next = None
+            found = _Found()
+
+            def look(entries: Sequence[Entry]) -> None:
+                for entry in entries:
+                    self._watch(entry.record)
+                    found.add(entry)
+
+            await self._passes.over(self._ledger, _SLICE, look)
+            return found
 
     def _watch(self, record: TrajectoryRecord) -> None:
         """Note the first prediction seen for a trajectory; at its end, pair it with the outcome."""
@@ -93,20 +132,15 @@ def _remaining(record: TrajectoryRecord) -> dict[str, Any]:
     }
 
 
-def _last_rollout(active: list[TrajectoryRecord], finished: list[Entry], since: float) -> dict[str, Any] | None:
+def _last_rollout(found: _Found, since: float) -> dict[str, Any] | None:
     """All of the rollout that ended last. Trajectories without a rollout count as one, if they ended after `since`."""
-    going_on = {record.rollout_id for record in active}
-    rollouts: defaultdict[str | None, list[Entry]] = defaultdict(list)
-    for entry in finished:
-        rollout_id = entry.record.rollout_id
-        if rollout_id not in going_on and entry.record.num_turns and (rollout_id or entry.record.last_at > since):
-            rollouts[rollout_id].append(entry)
-    ends = {rollout_id: max(one.record.last_at for one in entries) for rollout_id, entries in rollouts.items()}
-    last = max(ends, key=lambda rollout_id: ends[rollout_id], default=None)
-    if last not in ends or ends[last] <= since:
+    ended_at = {rollout_id: at for rollout_id, at in found.ended_at.items() if rollout_id not in found.going_on}
+    last = max(ended_at, key=ended_at.__getitem__, default=None)
+    if last not in ended_at or ended_at[last] <= since:
         return None
-    trajectories = [_whole(entry) for entry in rollouts[last]]
-    return {"rollout_id": last, "ended_at": ends[last], "trajectories": trajectories}
+    entries = found.finished[last]
+    trajectories = [_whole(entry) for entry in entries if last or entry.record.last_at > since]
+    return {"rollout_id": last, "ended_at": ended_at[last], "trajectories": trajectories}
 
 
 def _whole(entry: Entry) -> dict[str, int]:

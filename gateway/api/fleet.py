@@ -3,7 +3,8 @@
 from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
-from fastapi import FastAPI, Query
+import orjson
+from fastapi import FastAPI, Query, Response
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
@@ -242,9 +243,9 @@ def _add_events(app: FastAPI) -> None:
 
 
 def _add_demand(app: FastAPI) -> None:
-    @app.get("/v1/demand", tags=["fleet"], dependencies=NEED_ADMIN)
-    async def demand(demand: Annotated[Demand, part(Demand)], since: float = 0.0) -> dict[str, Any]:
+    @app.get("/v1/demand", tags=["fleet"], dependencies=NEED_ADMIN, response_model=dict[str, Any])
+    async def demand(demand: Annotated[Demand, part(Demand)], since: float = 0.0) -> Response:
         """What the trajectories at hand still need, and what the last rollout came to if it ended after `since`
         (seconds since the epoch), for the fleet's controller. Needs the admin key.
         """
-        return await demand.look(since)
+        return Response(orjson.dumps(await demand.look(since)), media_type="application/json")

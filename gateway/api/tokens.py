@@ -9,8 +9,9 @@ from fastapi.responses import StreamingResponse
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from gateway.api.parts import part
-from gateway.api.trajectories import storable
-from gateway.http.refusals import not_acceptable, store_away, unknown_rollout, unknown_trajectory
+from gateway.api.trajectories import entries_of, storable
+from gateway.http.refusals import not_acceptable, store_away, unknown_trajectory
+from gateway.passes import Passes
 from gateway.state import ledger as ledgers
 from gateway.state.ledger import Entry, Ledger
 from gateway.tokens.book import TokenBook
@@ -38,9 +39,10 @@ class Reward(BaseModel):
 class Tokens:
     """What the routes read and do."""
 
-    def __init__(self, ledger: Ledger, book: TokenBook) -> None:
+    def __init__(self, ledger: Ledger, book: TokenBook, passes: Passes) -> None:
         self._ledger = ledger
         self._book = book
+        self._passes = passes
 
     async def tree(self, trajectory_id: str) -> bytes:
         """All turns of a trajectory, as JSON. Raises Refused (404, 503)."""
@@ -57,11 +59,9 @@ class Tokens:
         self._ledger.rewarded(trajectory_id, reward.model_dump())
         return self._entry(trajectory_id)
 
-    def export(self, rollout_id: str, state: TrajectoryState | None, as_parquet: bool) -> AsyncIterator[bytes]:
+    async def export(self, rollout_id: str, state: TrajectoryState | None, as_parquet: bool) -> AsyncIterator[bytes]:
         """A rollout's trajectories in the order of their ids, as a file in parts. Raises Refused (404, 406)."""
-        entries = [entry for entry in self._ledger if entry.record.rollout_id == rollout_id]
-        if not entries:
-            raise unknown_rollout(rollout_id)
+        entries = await entries_of(rollout_id, self._ledger, self._passes)
         chosen = [entry for entry in entries if state is None or entry.record.state is state]
         chosen.sort(key=lambda entry: entry.record.trajectory_id)
         if not as_parquet:
@@ -114,7 +114,7 @@ def add_tokens(app: FastAPI) -> None:
     ) -> StreamingResponse:
         """The tokens of a rollout's trajectories, one record for each branch, as JSON lines or Parquet."""
         as_parquet = form == "parquet" if form else "parquet" in accept
-        parts = tokens.export(rollout_id, state, as_parquet)
+        parts = await tokens.export(rollout_id, state, as_parquet)
         try:  # while the status can still report that the store is away
             first = await anext(parts, b"")
         except StoreError as error:

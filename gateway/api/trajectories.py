@@ -2,7 +2,10 @@
 
 import asyncio
 import os
+from collections import Counter
+from collections.abc import Sequence
 from heapq import nsmallest
+from itertools import chain
 from typing import Annotated, Any
 
 import orjson
@@ -14,6 +17,7 @@ from gateway.api.parts import part
 from gateway.clock import Clock
 from gateway.config import Settings
 from gateway.http.refusals import bad_request, conflict, unknown_rollout, unknown_trajectory
+from gateway.passes import Passes
 from gateway.state import ledger as ledgers
 from gateway.state.driver import Driver
 from gateway.state.ledger import Entry, Ledger
@@ -24,8 +28,8 @@ from scheduling.types import Prediction, TrajectoryClosed, TrajectoryDeclared, T
 from store.port import Store
 
 MAX_PAGE = 1000
-# Trajectories that are aborted at once: some 5 ms, for which turns wait.
-_SLICE = 100
+# Trajectories for which turns wait: some 2 ms to find or to write them, and 5 ms to abort them.
+_NUM_FOUND, _NUM_WRITTEN, _NUM_ABORTED = 5_000, 250, 100
 # What a client sent is shown within lists and records: JSON nested to the encoder's limit broke all of them.
 _LEVELS_ABOVE = 50
 
@@ -73,7 +77,14 @@ class Trajectories:
     """What the routes of trajectories and rollouts read and do."""
 
     def __init__(
-        self, settings: Settings, clock: Clock, driver: Driver, ledger: Ledger, store: Store, predictor: Predictor
+        self,
+        settings: Settings,
+        clock: Clock,
+        driver: Driver,
+        ledger: Ledger,
+        store: Store,
+        predictor: Predictor,
+        passes: Passes,
     ) -> None:
         self._settings = settings
         self._clock = clock
@@ -81,6 +92,7 @@ class Trajectories:
         self._ledger = ledger
         self._store = store
         self._predictor = predictor
+        self._passes = passes
 
     async def declare(self, declaration: Declaration, keeps_tokens: bool = True) -> dict[str, Any]:
         """Declare a trajectory, and show it. Raises Refused (409) if its id is already known."""
@@ -118,26 +130,42 @@ class Trajectories:
         self._driver.post(TrajectoryClosed(self._clock(), trajectory_id, abort))
         return await self._recorded(trajectory_id)
 
-    def page(self, rollout_id: str | None, state: str | None, after: str | None, limit: int) -> dict[str, Any]:
-        """One page of trajectories in the order of their ids, after a given id."""
-        matching = nsmallest(
-            limit + 1,
-            (
+    async def page(self, rollout_id: str | None, state: str | None, after: str | None, limit: int) -> bytes:
+        """One page of trajectories in the order of their ids, after a given id; as JSON."""
+
+        def matches(entry: Entry) -> bool:
+            record = entry.record
+            return (rollout_id is None or record.rollout_id == rollout_id) and (state is None or record.state == state)
+
+        found: list[Entry] = []
+        written: list[bytes] = []
+
+        def find(entries: Sequence[Entry]) -> None:
+            nonlocal found
+            before = found[limit].record.trajectory_id if len(found) > limit else None
+            matching = (
                 entry
-                for entry in self._ledger
-                if (rollout_id is None or entry.record.rollout_id == rollout_id)
-                and (state is None or entry.record.state == state)
+                for entry in entries
+                if (before is None or entry.record.trajectory_id < before)
                 and (after is None or entry.record.trajectory_id > after)
-            ),
-            key=lambda entry: entry.record.trajectory_id,
-        )
-        shown = [ledgers.as_json(entry) for entry in matching[:limit]]
-        return {
+                and matches(entry)
+            )
+            found = nsmallest(limit + 1, chain(found, matching), key=lambda entry: entry.record.trajectory_id)
+
+        def write(entries: Sequence[Entry]) -> None:
+            # One that was found may have ended meanwhile.
+            written.extend(orjson.dumps(ledgers.as_json(entry)) for entry in entries if matches(entry))
+
+        await self._passes.over(self._ledger, _NUM_FOUND, find)
+        shown = found[:limit]
+        await self._passes.over(shown, _NUM_WRITTEN, write)
+        page = {
             "object": "list",
-            "data": shown,
-            "has_more": len(matching) > limit,
-            "last_id": shown[-1]["id"] if shown else None,
+            "data": orjson.Fragment(b"[" + b",".join(written) + b"]"),
+            "has_more": len(found) > limit,
+            "last_id": shown[-1].record.trajectory_id if shown else None,
         }
+        return orjson.dumps(page)
 
     def live_turns(self, trajectory_id: str) -> list[dict[str, Any]]:
         """The turns of a trajectory that wait or run."""
@@ -156,18 +184,15 @@ class Trajectories:
             if isinstance(turn, Turn) and turn.ask.trajectory_id == trajectory_id
         ]
 
-    def rollout(self, rollout_id: str) -> dict[str, Any]:
+    async def rollout(self, rollout_id: str) -> dict[str, Any]:
         """A rollout as the sum of its trajectories. Raises Refused (404)."""
-        records = [entry.record for entry in self._ledger if entry.record.rollout_id == rollout_id]
-        if not records:
-            raise unknown_rollout(rollout_id)
+        records = [entry.record for entry in await entries_of(rollout_id, self._ledger, self._passes)]
+        states = Counter(record.state for record in records)
         began_at = min(record.created_at for record in records)
         return {
             "id": rollout_id,
             "object": "rollout",
-            "num_trajectories": {
-                state.value: sum(record.state is state for record in records) for state in TrajectoryState
-            },
+            "num_trajectories": {state.value: states[state] for state in TrajectoryState},
             "num_turns": sum(record.num_turns for record in records),
             "output_tokens": sum(record.output_tokens for record in records),
             "began_at": began_at,
@@ -180,17 +205,13 @@ class Trajectories:
         Raises:
             Refused: 404.
         """
-        records = [entry.record for entry in self._ledger if entry.record.rollout_id == rollout_id]
-        if not records:
-            raise unknown_rollout(rollout_id)
-        active = [record.trajectory_id for record in records if record.state is TrajectoryState.ACTIVE]
         num_aborted = 0
-        for number, trajectory_id in enumerate(active, 1):
-            entry = self._ledger.get(trajectory_id)
+        for number, known in enumerate(await entries_of(rollout_id, self._ledger, self._passes), 1):
+            entry = self._ledger.get(known.record.trajectory_id)
             if entry is not None and entry.record.state is TrajectoryState.ACTIVE:  # it may have ended meanwhile
-                self._driver.post(TrajectoryClosed(self._clock(), trajectory_id, abort=True))
+                self._driver.post(TrajectoryClosed(self._clock(), entry.record.trajectory_id, abort=True))
                 num_aborted += 1
-            if number % _SLICE == 0:
+            if number % _NUM_ABORTED == 0:
                 await asyncio.sleep(0)
         await self._store.settle(self._settings.settle_timeout_s)
         return num_aborted
@@ -200,6 +221,17 @@ class Trajectories:
         shown = ledgers.as_json(self.entry(trajectory_id))
         await self._store.settle(self._settings.settle_timeout_s)
         return shown
+
+
+async def entries_of(rollout_id: str, ledger: Ledger, passes: Passes) -> list[Entry]:
+    """The trajectories of a rollout, in no order. Raises Refused (404) if there are none."""
+    found: list[Entry] = []
+    await passes.over(
+        ledger, _NUM_FOUND, lambda entries: found.extend(one for one in entries if one.record.rollout_id == rollout_id)
+    )
+    if not found:
+        raise unknown_rollout(rollout_id)
+    return found
 
 
 _Here = Annotated[Trajectories, part(Trajectories)]
@@ -221,16 +253,16 @@ def add_trajectories(app: FastAPI) -> None:
             response.headers["preference-applied"] = "tokens=none"
         return await trajectories.declare(declaration, keeps_tokens)
 
-    @app.get("/v1/trajectories", tags=["trajectories"])
+    @app.get("/v1/trajectories", tags=["trajectories"], response_model=dict[str, Any])
     async def page(
         trajectories: _Here,
         rollout: str | None = None,
         state: TrajectoryState | None = None,
         after: str | None = None,
         limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 100,
-    ) -> dict[str, Any]:
+    ) -> Response:
         """Trajectories by rollout and state, paged: ask again with `after` set to `last_id`."""
-        return trajectories.page(rollout, state, after, limit)
+        return Response(await trajectories.page(rollout, state, after, limit), media_type="application/json")
 
     @app.get("/v1/trajectories/{trajectory_id:path}", tags=["trajectories"])
     async def trajectory(trajectories: _Here, trajectory_id: str) -> dict[str, Any]:
@@ -268,7 +300,7 @@ def add_trajectories(app: FastAPI) -> None:
     @app.get("/v1/rollouts/{rollout_id:path}", tags=["trajectories"])
     async def rollout(trajectories: _Here, rollout_id: str) -> dict[str, Any]:
         """A rollout: its trajectories by state, its tokens, its time."""
-        return trajectories.rollout(rollout_id)
+        return await trajectories.rollout(rollout_id)
 
     @app.delete("/v1/rollouts/{rollout_id:path}", tags=["trajectories"])
     async def abort_rollout(trajectories: _Here, rollout_id: str) -> dict[str, Any]:

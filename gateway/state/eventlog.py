@@ -23,6 +23,8 @@ from scheduling.logged import logged
 from scheduling.types import Action, Event, TrajectoryRecord
 
 MAX_LINES_BEHIND = 10_000
+# Between two batches for a watcher. Each costs a wake-up and a write; with many turns, each event had one of its own.
+_PAUSE_S = 0.1
 _HEAD_OF_LINE = b'{"at":'
 # Begins the file after a full one: its lines make sense only after those of the full one.
 _CONTINUED = b'{"kind":"continued"}\n'
@@ -98,6 +100,7 @@ class EventLog:
                     batch = orjson.dumps({"kind": "lost", "num_lines": watcher.num_lost}) + b"\n" + batch
                     watcher.num_lost = 0
                 yield batch
+                await asyncio.sleep(_PAUSE_S)
         finally:
             self._watchers.discard(watcher)
             self.is_on = self._file is not None or bool(self._watchers)
