@@ -74,7 +74,8 @@ class EmbeddedStore:
         self._heal_every_s = settings.backoff_max_s
         self._heal_timer: asyncio.TimerHandle | None = None
         self._rewrite: Callable[[], None] | None = None
-        self._fault = ""
+        self._fault, self._fault_at = "", 0.0  # 0 until something was refused that is still not in the file
+        self._unwritten: set[str] = set()  # trajectories and states whose puts wait, or were refused
         self._num_dropped = self._num_losses = 0
         self._waiting: dict[str, list[tuple[Any, ...]]] = {statement: [] for statement in IN_THIS_ORDER}
         self._behind: dict[str, _Behind] = {}  # what waits for pieces, by trajectory
@@ -164,7 +165,7 @@ class EmbeddedStore:
 
     def put_state(self, name: str, value: bytes) -> None:
         self._checkpoints.num_pages += len(value) // PAGE_BYTES
-        self._write(PUT_STATE, (name, value))
+        self._write(PUT_STATE, (name, value), f"state\n{name}")  # which is no trajectory's id
 
     async def get_state(self, name: str) -> bytes | None:
         self._commit()
@@ -192,10 +193,12 @@ class EmbeddedStore:
         return are_written and not self._fault
 
     def health(self) -> StoreHealth:
+        oldest_at = min((at for at in (self._fault_at, self._pieces.oldest_at()) if at), default=0.0)
         return StoreHealth(
             ok=not (self._fault or self._pieces.fault),
             detail=self._fault or self._pieces.fault or f"embedded: {self._path}",
-            num_pending=len(self._pieces),
+            num_pending=len(self._unwritten) + len(self._pieces),
+            lag_s=time.monotonic() - oldest_at if oldest_at else 0.0,
             num_dropped=self._num_dropped + self._pieces.num_dropped,
             num_losses=self._num_losses,
         )
@@ -240,13 +243,14 @@ class EmbeddedStore:
         if not behind.num_pieces:
             del self._behind[trajectory_id]
             for statement, values in behind.puts:
-                self._write(statement, values)
+                self._write(statement, values, trajectory_id)
 
-    def _write(self, statement: str, values: tuple[Any, ...], trajectory_id: str = "") -> None:
+    def _write(self, statement: str, values: tuple[Any, ...], name: str) -> None:
         """Write at the end of this iteration, or once the pieces that were put for this trajectory are written."""
-        if self._behind and (behind := self._behind.get(trajectory_id)) is not None:
+        if self._behind and (behind := self._behind.get(name)) is not None:
             behind.puts.append((statement, values))
             return
+        self._unwritten.add(name)
         self._waiting[statement].append(values)
         if not self._has_waiting:
             self._has_waiting = True
@@ -260,6 +264,8 @@ class EmbeddedStore:
             self._database.execute("BEGIN")
             self._write_waiting()
             self._database.execute("COMMIT")
+            if not self._fault:
+                self._unwritten.clear()
         except sqlite3.Error as fault:
             with suppress(sqlite3.Error):
                 self._database.execute("ROLLBACK")
@@ -285,6 +291,7 @@ class EmbeddedStore:
     def _note_fault(self, fault: sqlite3.Error, took_s: float = 0.0) -> None:
         # Serving continues without the record, which is rewritten once it takes writes again.
         self._fault = f"embedded store {self._path} takes no writes: {fault}"
+        self._fault_at = self._fault_at or time.monotonic()
         self._num_dropped += 1
         self._wait_for_locks(0.0)  # each wait is one of the whole event loop
         if not self._heal_timer:
@@ -297,7 +304,7 @@ class EmbeddedStore:
         """Replace all trajectories by what the owner puts now, in one transaction; if it fails, try again later."""
         self._commit()
         self._heal_timer, self._fault = None, ""
-        rows, began_at = self._rows, time.monotonic()
+        rows, unwritten, began_at = self._rows, set(self._unwritten), time.monotonic()
         try:
             self._database.execute("BEGIN")
             self._database.execute(f"PRAGMA user_version = {FORMAT}")  # a write, even with nothing to rewrite
@@ -311,11 +318,13 @@ class EmbeddedStore:
         except sqlite3.Error as fault:
             with suppress(sqlite3.Error):
                 self._database.execute("ROLLBACK")
-            self._rows = rows  # they are still in the file
+            self._rows, self._unwritten = rows, unwritten  # the others are still in the file
             self._note_fault(fault, time.monotonic() - began_at)
         self._checkpoints.begin_if_due()
         if not self._fault:
             self._num_losses += 1
+            self._fault_at = 0.0
+            self._unwritten.clear()
             self._wait_for_locks(BUSY_TIMEOUT_S)
 
 

@@ -7,6 +7,7 @@ loop only queues. The file grows to the most that was kept at once and never shr
 
 import asyncio
 import sqlite3
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -45,6 +46,8 @@ class _Step(NamedTuple):
     statement: str
     values: tuple[Any, ...]
     num_bytes: int
+    put_at: float
+    """On the monotonic clock."""
 
 
 class PieceFile:
@@ -56,6 +59,7 @@ class PieceFile:
         self._known: set[str] = set()
         self._steps: deque[_Step] = deque()
         self._num_bytes = 0
+        self._writing_since = 0.0  # when the oldest step was put that the thread writes now; 0 if it writes none
         self._num_steps = self._num_written = 0
         self._wanted: asyncio.Event
         self._waiting: deque[tuple[int, asyncio.Future[bool]]] = deque()
@@ -80,13 +84,17 @@ class PieceFile:
     def __len__(self) -> int:
         return len(self._steps)
 
+    def oldest_at(self) -> float:
+        """When the oldest step was put that is not written, on the monotonic clock; 0 if there is none."""
+        return self._writing_since or (self._steps[0].put_at if self._steps else 0.0)
+
     def put(self, trajectory_id: str, name: str, data: bytes) -> None:
         self._known.add(trajectory_id)
-        self._queue(_Step(PUT, (trajectory_id, name, len(data), data), len(data) + STEP_BYTES))
+        self._queue(_Step(PUT, (trajectory_id, name, len(data), data), len(data) + STEP_BYTES, time.monotonic()))
 
     def drop(self, trajectory_id: str, prefix: str) -> None:
         if trajectory_id in self._known:
-            self._queue(_Step(DROP, (trajectory_id, prefix, prefix), STEP_BYTES))
+            self._queue(_Step(DROP, (trajectory_id, prefix, prefix), STEP_BYTES, time.monotonic()))
         if not prefix:
             self._known.discard(trajectory_id)
 
@@ -161,16 +169,18 @@ class PieceFile:
             if not batch:
                 self._wanted.clear()
                 continue
+            self._writing_since = batch[0].put_at
             try:
                 await loop.run_in_executor(self._thread, self._write, batch)
             except sqlite3.Error as fault:
                 self.fault = f"embedded store {self._path} takes no writes: {fault}"
+                self._writing_since = 0.0
                 self._steps.extendleft(reversed(batch))
                 self._num_bytes += sum(step.num_bytes for step in batch)
                 self._tell(all_of_them=True)
                 await asyncio.sleep(self._settings.backoff_max_s)
                 continue
-            self.fault = ""
+            self.fault, self._writing_since = "", 0.0
             self._num_written += len(batch)
             self._tell()
             await asyncio.sleep(self._settings.piece_pause_s)

@@ -75,6 +75,7 @@ async def test_pieces_wait_while_the_disk_is_full(tmp_path: Path) -> None:
             assert not await store.settle(60.0)
             health = store.health()
             assert not health.ok and "takes no writes" in health.detail and health.num_pending == 50, health
+            assert health.lag_s > 0.0, health
             try:
                 await store.get_pieces("t")
             except StoreAway:
@@ -82,7 +83,7 @@ async def test_pieces_wait_while_the_disk_is_full(tmp_path: Path) -> None:
             limit(resource.RLIM_INFINITY)
             while not await store.settle(60.0):
                 await asyncio.sleep(0.01)
-            assert store.health().num_dropped == 0, store.health()
+            assert (store.health().num_dropped, store.health().lag_s) == (0, 0.0), store.health()
             print("written", flush=True)
             sys.stdin.read()
         asyncio.run(main())
