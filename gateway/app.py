@@ -151,7 +151,7 @@ async def _serving(
     metrics.watch(scheduler, fleet, ledger, store, worker_pool, texts.counts if texts is not None else None)
     passes = Passes()
     demand = Demand(clock, driver, ledger, passes)
-    overview = Overview(clock, driver, ledger, metrics)
+    overview = Overview(clock, driver, ledger, metrics, passes)
     health = Health(settings, driver, fleet, store, metrics, book)
     trajectories = Trajectories(settings, clock, driver, ledger, store, memory.predictor, passes)
     engines = Engines(fleet, driver, event_log, kv, settings.heartbeat_s, by_tokens)

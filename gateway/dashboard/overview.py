@@ -3,6 +3,7 @@
 import asyncio
 from array import array
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heappush, heapreplace, nlargest
 from typing import Any
@@ -11,16 +12,17 @@ import numpy as np
 
 from gateway.clock import Clock
 from gateway.metrics import Metrics
+from gateway.passes import Passes
 from gateway.state.driver import Driver
-from gateway.state.ledger import Ledger
+from gateway.state.ledger import Entry, Ledger
 from gateway.turns.turn import Turn
 from scheduling.types import TrajectoryRecord, TrajectoryState
 
 # A look is shown to everybody who asks within a second, and for longer if it took long: looks take at most this share
-# of the gateway's time, however many people look.
+# of the gateway's time.
 _LOOK_MAX_AGE_S = 1.0
 _LOOK_MAX_SHARE = 0.02
-# Trajectories looked at before other tasks run: 1 ms.
+# Trajectories of a slice, for which turns wait: 1 ms.
 _SLICE = 400
 _NUM_ROLLOUTS = 12
 _NUM_LONGEST = 20
@@ -88,14 +90,57 @@ class _Rollout:
         }
 
 
+class _Found:
+    """What a look found.
+
+    Args:
+        live: the live turns, by trajectory.
+    """
+
+    def __init__(self, live: dict[str, _Live]) -> None:
+        self._live = live
+        self._rollouts: dict[str | None, _Rollout] = {}
+        self._longest: list[_Remaining] = []  # a heap
+
+    def add(self, record: TrajectoryRecord) -> None:
+        """Count a trajectory."""
+        doing, remaining_tokens = record.state.value, 0.0
+        if record.state is TrajectoryState.ACTIVE:
+            doing = _doing(record, self._live.get(record.trajectory_id, _NO_TURN))
+            remaining_tokens = max(record.predicted_tokens - record.output_tokens, 1.0)
+            if len(self._longest) < _NUM_LONGEST:
+                heappush(self._longest, (remaining_tokens, record.trajectory_id, doing, record))
+            elif remaining_tokens > self._longest[0][0]:
+                heapreplace(self._longest, (remaining_tokens, record.trajectory_id, doing, record))
+        rollout = self._rollouts.get(record.rollout_id)
+        if rollout is None:
+            rollout = self._rollouts[record.rollout_id] = _Rollout(record.created_at)
+        rollout.add(record, doing, remaining_tokens)
+
+    def view(self, now: float) -> dict[str, Any]:
+        """As the API shows it."""
+        rollouts = self._rollouts
+        latest = nlargest(_NUM_ROLLOUTS, rollouts.items(), key=lambda item: item[1].last_at)
+        return {
+            "num_trajectories": {name: sum(one.doing[name] for one in rollouts.values()) for name in _DOING},
+            "num_rollouts": len(rollouts),
+            "rollouts": [rollout.view(rollout_id, now) for rollout_id, rollout in latest],
+            "longest": [
+                _long(record, doing, remaining_tokens, self._live.get(record.trajectory_id, _NO_TURN))
+                for remaining_tokens, _, doing, record in sorted(self._longest, reverse=True)
+            ],
+        }
+
+
 class Overview:
     """The work at hand, for any number of people who look at it."""
 
-    def __init__(self, clock: Clock, driver: Driver, ledger: Ledger, metrics: Metrics) -> None:
+    def __init__(self, clock: Clock, driver: Driver, ledger: Ledger, metrics: Metrics, passes: Passes) -> None:
         self._clock = clock
         self._driver = driver
         self._ledger = ledger
         self._metrics = metrics
+        self._passes = passes
         self._samples: deque[tuple[float, int, int, float, int]] = deque(maxlen=_NUM_SAMPLES)
         self._lock = asyncio.Lock()
         self._seen: dict[str, Any] = {}
@@ -122,46 +167,21 @@ class Overview:
 
     async def _look(self) -> dict[str, Any]:
         began_at = now = self._clock()
-        busy_s = 0.0
-        sample = self._sample()
-        live = self._live_turns()
-        rollouts: dict[str | None, _Rollout] = {}
-        longest: list[_Remaining] = []  # a heap
-        for number, entry in enumerate(list(self._ledger), 1):
-            record = entry.record
-            trajectory_id, is_active = record.trajectory_id, record.state is TrajectoryState.ACTIVE
-            doing = _doing(record, live.get(trajectory_id, _NO_TURN)) if is_active else record.state.value
-            remaining_tokens = max(record.predicted_tokens - record.output_tokens, 1.0) if is_active else 0.0
-            if is_active and len(longest) < _NUM_LONGEST:
-                heappush(longest, (remaining_tokens, trajectory_id, doing, record))
-            elif is_active and remaining_tokens > longest[0][0]:
-                heapreplace(longest, (remaining_tokens, trajectory_id, doing, record))
-            rollout = rollouts.get(record.rollout_id)
-            if rollout is None:
-                rollout = rollouts[record.rollout_id] = _Rollout(record.created_at)
-            rollout.add(record, doing, remaining_tokens)
-            if number % _SLICE == 0:
-                busy_s += self._clock() - began_at
-                await asyncio.sleep(0)
-                began_at = self._clock()
-        latest = nlargest(_NUM_ROLLOUTS, rollouts.items(), key=lambda item: item[1].last_at)
-        seen = {
-            "at": now,
-            "num_trajectories": {name: sum(one.doing[name] for one in rollouts.values()) for name in _DOING},
-            "num_rollouts": len(rollouts),
-            "rollouts": [rollout.view(rollout_id, now) for rollout_id, rollout in latest],
-            "longest": [
-                _long(record, doing, remaining_tokens, live.get(record.trajectory_id, _NO_TURN))
-                for remaining_tokens, _, doing, record in sorted(longest, reverse=True)
-            ],
-            "history": dict(
-                zip(
-                    ("at", "num_running_turns", "num_waiting_turns", "kv_claimed_share", "output_tokens"),
-                    zip(*self._samples, sample, strict=True),
-                    strict=True,
-                )
-            ),
-        }
+        sample, found = self._sample(), _Found(self._live_turns())
+        busy_s = self._clock() - began_at
+
+        def look(entries: Sequence[Entry]) -> None:
+            nonlocal busy_s
+            began_at = self._clock()
+            for entry in entries:
+                found.add(entry.record)
+            busy_s += self._clock() - began_at
+
+        await self._passes.over(self._ledger, _SLICE, look)
+        began_at = self._clock()
+        names = ("at", "num_running_turns", "num_waiting_turns", "kv_claimed_share", "output_tokens")
+        history = dict(zip(names, zip(*self._samples, sample, strict=True), strict=True))
+        seen = {"at": now, **found.view(now), "history": history}
         busy_s += self._clock() - began_at
         self._valid_until = self._clock() + max(_LOOK_MAX_AGE_S, busy_s / _LOOK_MAX_SHARE)
         return seen

@@ -4,6 +4,7 @@ import asyncio
 
 from gateway.dashboard.overview import Overview
 from gateway.metrics import Metrics
+from gateway.passes import Passes
 from gateway.state.driver import Driver
 from gateway.state.eventlog import EventLog
 from gateway.state.ledger import Ledger
@@ -34,11 +35,11 @@ def overview(clock: Steps, num_trajectories: int) -> Overview:
         Scheduler(HEDDLE, Limits(), at=clock.now), clock, ledger, EventLog(None, 1), lambda _: None, lambda _: None,
         lambda _: None,
     )  # fmt: skip
-    return Overview(clock, driver, ledger, Metrics())
+    return Overview(clock, driver, ledger, Metrics(), Passes())
 
 
 async def test_a_look_that_took_long_is_shown_for_longer() -> None:
-    """2,000 trajectories are looked at in five slices of 0.1 s: at 2 % of the time, the next look comes 25 s later."""
+    """2,000 trajectories are looked at in five slices of 0.1 s: at 2 % of the time, the next look comes after 25 s."""
     clock = Steps(0.1)
     looked = overview(clock, 2_000)
     first = await looked.look()
