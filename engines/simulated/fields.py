@@ -29,12 +29,13 @@ def integer(body: Body, name: str, default: int | None = None, lowest: int | Non
 
 
 def flag(body: Body, name: str, default: bool = False) -> bool:
+    """A flag, or the default if it is absent or null. 1 and 0 count as flags, as for pydantic."""
     value = body.get(name)
     if value is None:
         return default
-    if not isinstance(value, bool):
+    if not isinstance(value, int | float) or value not in (0, 1):
         raise InvalidField(name, "Input should be a valid boolean")
-    return value
+    return bool(value)
 
 
 def items(body: Body, name: str) -> list[Any]:

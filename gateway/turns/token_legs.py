@@ -87,7 +87,9 @@ def may_take_tokens(ask: Ask) -> bool:
     if options and options.get("continuous_usage_stats"):
         return False
     if ask.api == "completions":
-        prompt = request.get("prompt")
+        prompt, logprobs = request.get("prompt"), request.get("logprobs")
+        if isinstance(logprobs, int | float) and logprobs < 0:
+            return False  # those of all tokens, where the server allows that
         return isinstance(prompt, str) or (isinstance(prompt, list) and all(map(_is_id, prompt)))
     # A parser does not see stop strings, nor log-probabilities in a stream.
     return not has_tools(request) or not (request.get("stop") or (ask.wants_stream and request.get("logprobs")))
@@ -252,9 +254,9 @@ class TokenLegs:
 
 
 def _wants_logprobs(ask: Ask) -> bool:
-    """A chat asks with a flag, a completion with a number, which may be 0, also in the form of a false."""
+    """A chat asks with a flag, a completion with a number, which may be 0. To pydantic, false is 0, and 0 false."""
     wanted = ask.request.get("logprobs") if ask.api in _COMPLETION_APIS else None
-    return wanted is not None and (wanted is not False or ask.api == "completions")
+    return wanted is not None and (bool(wanted) or ask.api == "completions")
 
 
 def _can_be_parsed(ask: Ask, rendered: Rendered) -> bool:

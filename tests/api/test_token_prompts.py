@@ -378,6 +378,18 @@ async def test_a_completion_with_as_many_logprobs_as_vllm_allows_passes_through(
         assert [turn.path for turn in site.engine.turns] == ["/inference/v1/generate", "/v1/completions"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_chat_without_logprobs_may_say_so_with_a_0(stream: bool) -> None:
+    """As vLLM takes it; a completion that asks for those of all tokens, with -1, passes through, for vLLM to judge."""
+    async with running_site(token_legs="auto") as site:
+        for wanted, is_told in ((0, False), (False, False), (1, True)):
+            answer = await site.chat(logprobs=wanted, stream=stream)
+            assert answer.status_code == 200 and ('"logprob":' in answer.text) == is_told, answer.text
+        assert len(generated(site)) == 3
+        await site.client.post("/v1/completions", json=TURNS["/v1/completions"] | {"logprobs": -1, "stream": stream})
+        assert len(generated(site)) == 3
+
+
 async def test_an_engine_without_token_routes_reports_the_reason() -> None:
     """The setting, or how the engine was started."""
     for setting, why in (("off", "the setting"), ("auto", "--enable-scale-out")):
