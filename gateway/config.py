@@ -280,7 +280,8 @@ class Settings(BaseSettings):
         10.0,
         gt=0,
         le=25,
-        description="Longest move; 40K tokens take 0.2 to 0.7 s. Must be below the engines' lease of 30 s.",
+        description="Longest fetch of a move, and then longest prefill in its place; 40K tokens are fetched in 0.2 to "
+        "0.7 s. Must be below the engines' lease of 30 s.",
     )
     kv_moves_at_once: int = Field(
         8, ge=1, description="Concurrent KV moves in tool calls; more only share the network."

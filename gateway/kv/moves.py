@@ -6,7 +6,8 @@
 2. Before a leg that runs elsewhere than the last one, if the old home still has the KV and can offer it: the same
    fetch. Otherwise the leg itself loads or computes it. A move of its trajectory that is under way is awaited.
 3. Nothing fails because of a move. A turn waits for one for at most `kv_move_timeout_s`, and then computes what is
-   missing. Each outcome is counted. A tier that lacks what it should have counts as failed, too.
+   missing. In a tool call, a prefill after a failed fetch has that long again. Each outcome is counted. A tier that
+   lacks what it should have counts as failed, too.
 """
 
 import asyncio
