@@ -66,6 +66,7 @@ def add_weights(app: FastAPI) -> None:
         them.
         """
         given = NewWeights(order.version, order.mode, order.path, order.transfer)
+        await weights.fleet_known()
         begun = weights.begin(given, order.engines, order.transfer_of)
         if order.wait:
             await weights.finished(begun)

@@ -147,6 +147,10 @@ class WeightUpdates:
         self._task = asyncio.create_task(self._run(update, members, of_engine or {}), name="weights")
         return update
 
+    async def fleet_known(self) -> None:
+        """Wait until the engines are known: just after a restart, an update would miss those yet to come."""
+        await self._fleet.started()
+
     async def finished(self, update: Update) -> Update:
         """The update once it has ended. A caller that stops waiting does not stop it."""
         while update.ended_at is None and self._task is not None:

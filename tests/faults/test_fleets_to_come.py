@@ -50,6 +50,18 @@ async def test_turns_wait_for_the_engines_that_a_restarted_gateway_knew(
             assert await homes(client, gateway.url) == before
 
 
+async def test_new_weights_wait_for_the_fleet(client: httpx.AsyncClient) -> None:
+    """A trainer tries until the gateway is back. It was told that all was done, with no engine; of a transfer, that no
+    engine is there."""
+    async with serve_engine(ENGINE) as engine, running_gateway(start_timeout_s=LONG_S) as gateway:
+        order = {"version": "v1", "path": "/weights/1"}
+        update = asyncio.create_task(client.post(f"{gateway.url}/v1/weights", json=order, headers=ADMIN))
+        await has_connections(client, gateway.url)
+        await add(client, gateway.url, engine)
+        answer = (await update).json()
+        assert [one["state"] for one in answer["engines"].values()] == ["done"], answer
+
+
 async def test_an_engine_that_does_not_come_back_is_waited_for_once(client: httpx.AsyncClient, tmp_path: Path) -> None:
     """Its address may never be used again."""
     store = f"sqlite:{tmp_path / 'store'}"

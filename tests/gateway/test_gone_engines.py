@@ -25,6 +25,21 @@ async def test_addresses_of_engines_that_left_long_ago_are_forgotten() -> None:
     assert processes.at(engine_at(2_999).settings.url)["generation"] == 2
 
 
+def test_an_engine_that_nobody_told_of_after_a_restart_keeps_its_id() -> None:
+    """It is not waited for again. If its process is told of later, its trajectories are still at home there."""
+    processes = KnownProcesses(open_store("memory:", StoreSettings()))
+    engines = [engine_at(number) for number in range(2)]
+    for engine in engines:
+        processes.note(engine)
+    urls = [engine.settings.url for engine in engines]
+    assert processes.present() == set(urls)
+    processes.only({urls[0]})
+    assert processes.present() == {urls[0]}
+    assert processes.at(urls[1])["generation"] == 1
+    processes.note(engines[1])
+    assert processes.present() == set(urls)
+
+
 def engine_at(number: int) -> Member:
     """An engine at an address of its own."""
     url = f"http://10.0.{number // 250}.{number % 250}:8000"
