@@ -28,8 +28,8 @@ from scheduling.types import Prediction, TrajectoryClosed, TrajectoryDeclared, T
 from store.port import Store
 
 MAX_PAGE = 1000
-# Trajectories for which turns wait: some 2 ms to find or to write them, and 5 ms to abort them.
-_NUM_FOUND, _NUM_WRITTEN, _NUM_ABORTED = 5_000, 250, 100
+# Trajectories for which turns wait: some 2 ms to find or to write them, or to abort them while their turns run.
+_NUM_FOUND, _NUM_WRITTEN, _NUM_ABORTED = 5_000, 250, 20
 # What a client sent is shown within lists and records: JSON nested to the encoder's limit broke all of them.
 _LEVELS_ABOVE = 50
 

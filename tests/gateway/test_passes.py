@@ -98,6 +98,12 @@ async def test_reading_many_trajectories_leaves_the_loop_to_others(what: str) ->
     assert num_iterations > 4
 
 
+async def test_an_abort_leaves_the_loop_to_others_after_every_twenty() -> None:
+    """Where turns run, aborting a hundred trajectories stopped the loop for 50 ms."""
+    aborted, num_iterations = await iterations_during(parts(2_000).trajectories.abort_rollout("r1"))
+    assert aborted == 1_000 and num_iterations > 40
+
+
 async def test_slices_of_several_passes_come_one_at_a_time() -> None:
     """Turns wait for one slice at each step, however many clients ask."""
     passes, num_iterations = Passes(), 0
