@@ -162,7 +162,7 @@ async def _serving(
     await fleet.start()
     watches = (
         memory.keep_predictor(),
-        memory.log_store_health(),
+        memory.watch_store(),
         repeats.keep_in_bounds(),
         engines.keep_draining(),
         overview.keep_samples(),

@@ -21,7 +21,7 @@ from gateway.weights.record import WeightRecord
 from predictor.named import predictor_named
 from predictor.progress import Predictor
 from scheduling.types import ACTIVE, FINISHED, TrajectoryRecord
-from store import Store, StoreAway
+from store import Store, StoreAway, StoreError
 
 _PREDICTOR_STATE = "predictor"
 # What the predictor learned in the last seconds before a crash is soon learned again; its state can be megabytes.
@@ -87,8 +87,9 @@ class Memory:
             await asyncio.sleep(_PREDICTOR_SAVE_S)
             learned = self.save_predictor(learned)
 
-    async def log_store_health(self) -> None:
-        """Log when puts stop reaching the store, when they reach it again, and what it lost, until cancelled."""
+    async def watch_store(self) -> None:
+        """Log when puts stop reaching the store, when they reach it again, and that it lost something; count then what
+        it still has. Until cancelled."""
         was_ok, num_losses = True, 0
         while True:
             health = self.store.health()
@@ -101,6 +102,8 @@ class Memory:
                 LOGGER.warning(
                     "store lacked data", extra={"fields": {"detail": health.detail, "num_losses": num_losses}}
                 )
+                with contextlib.suppress(StoreError):  # it is away again
+                    await self.book.recount()
             await asyncio.sleep(_STORE_LOOK_S)
 
 

@@ -245,6 +245,19 @@ class TokenBook:
             for turn in shelf.turns.values():
                 self._store.put_piece(trajectory_id, PREFIX + turn.turn_id, piece(turn, None))
 
+    async def recount(self) -> None:
+        """Find out how much the store has, after it lost something. Raises StoreError."""
+        before = {trajectory_id: shelf.stored_bytes for trajectory_id, shelf in self._shelves.items()}
+        sizes = await self._store.piece_sizes()
+        for trajectory_id, shelf in list(self._shelves.items()):
+            if shelf.stored_bytes != before.get(trajectory_id):  # it was added to meanwhile
+                continue
+            self._stored_bytes += sizes.get(trajectory_id, 0) - shelf.stored_bytes
+            shelf.stored_bytes = sizes.get(trajectory_id, 0)
+            if not shelf.stored_bytes and not shelf.turns:
+                self._put_away(trajectory_id, shelf)
+                del self._shelves[trajectory_id]
+
     async def _read(self, trajectory_id: str, shelf: _Shelf) -> dict[str, KeptTurn]:
         """What the store and memory have. Turns that are added meanwhile stay in memory until they are in it too."""
         reader = object()

@@ -296,6 +296,34 @@ async def test_a_store_that_lost_its_data_is_reported(
     assert caplog.messages.count("store lacked data") == 1
 
 
+async def test_tokens_that_a_store_lost_do_not_count_as_kept(redis_server: RedisServer) -> None:
+    """Health went on to show them as stored. Those of the trajectory used last are in memory, and are put again."""
+    settings = {"store": redis_server.url(12), "token_legs": "auto", "max_token_memory_bytes": 0}
+    async with (
+        serve_engine(SimulatedEngineSettings(speed_up=100)) as engine,
+        running_gateway(engine, **settings) as gateway,
+        httpx.AsyncClient(base_url=gateway.url) as client,
+    ):
+
+        async def tokens() -> dict[str, int]:
+            return dict((await client.get("/healthz")).json()["tokens"])
+
+        async def is_recounted() -> bool:
+            return (await tokens())["num_trajectories"] == 1
+
+        for name in ("a", "b"):
+            body = {"model": "simulated", "messages": [{"role": "user", "content": name * 400}], "max_tokens": 50}
+            assert (await client.post(f"/t/{name}/v1/chat/completions", json=body)).status_code == 200
+        before = await tokens()
+        assert before["num_trajectories"] == 2
+        with Redis(port=redis_server.port, db=12) as redis:
+            redis.flushdb()
+        await eventually(is_recounted)
+        assert 0 < (await tokens())["stored_bytes"] < before["stored_bytes"]
+        missing = (await client.get("/v1/trajectories/a/tokens")).json()["missing"]
+        assert [one["why"] for one in missing] == ["dropped"]
+
+
 async def test_records_lost_at_a_shutdown_are_logged(
     redis_server: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
