@@ -1,7 +1,7 @@
 """What reads all trajectories, a page, a rollout's sum, the demand, leaves the event loop to turns meanwhile."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ from gateway.demand import Demand
 from gateway.passes import Passes
 from gateway.state.driver import Driver
 from gateway.state.eventlog import EventLog
-from gateway.state.ledger import Entry, Ledger
+from gateway.state.ledger import Ledger
 from predictor.named import predictor_named
 from scheduling.policy import POLICIES
 from scheduling.scheduler import Scheduler
@@ -27,27 +27,28 @@ NUM_TRAJECTORIES = 20_000
 NOW = 1_000.0
 
 
-class CountingLedger(Ledger):
-    """Counts how often it was read whole."""
+class CountedPasses(Passes):
+    """Counts them."""
 
-    num_reads = 0
+    num_passes = 0
 
-    def __iter__(self) -> Iterator[Entry]:
-        self.num_reads += 1
-        return super().__iter__()
+    async def over(self, *given: Any) -> None:
+        self.num_passes += 1
+        await super().over(*given)
 
 
 @dataclass
 class Parts:
-    ledger: CountingLedger
+    ledger: Ledger
+    passes: CountedPasses
     trajectories: Trajectories
     demand: Demand
 
 
 def parts(num_trajectories: int) -> Parts:
     """Of a gateway that knows so many trajectories, every tenth of them finished, in two rollouts."""
-    settings, store, passes = load_settings(), MemoryStore(StoreSettings()), Passes()
-    ledger = CountingLedger(store, max_turns_kept=10)
+    settings, store, passes = load_settings(), MemoryStore(StoreSettings()), CountedPasses()
+    ledger = Ledger(store, max_turns_kept=10)
     for number in reversed(range(num_trajectories)):
         ledger.save(record(number, TrajectoryState.ACTIVE if number % 10 else TrajectoryState.FINISHED))
 
@@ -58,7 +59,7 @@ def parts(num_trajectories: int) -> Parts:
     driver = Driver(scheduler, lambda: NOW, ledger, EventLog(None, 2**20), nothing, nothing, nothing)
     predictor = predictor_named("tabular")
     trajectories = Trajectories(settings, lambda: NOW, driver, ledger, store, predictor, passes)
-    return Parts(ledger, trajectories, Demand(lambda: NOW, driver, ledger, passes))
+    return Parts(ledger, passes, trajectories, Demand(lambda: NOW, driver, ledger, passes))
 
 
 def record(number: int, state: TrajectoryState) -> TrajectoryRecord:
@@ -148,7 +149,7 @@ async def test_all_who_ask_for_the_demand_meanwhile_share_one_pass() -> None:
     others = await asyncio.gather(*(known.demand.look() for _ in range(4)))
     assert {len(orjson.loads(orjson.dumps(other["trajectories"]))) for other in others} == {1_799}
     assert len(orjson.loads(orjson.dumps((await first)["trajectories"]))) >= 1_799
-    assert known.ledger.num_reads == 2
+    assert known.passes.num_passes == 2
 
 
 async def test_a_page_shows_only_what_it_was_asked_for() -> None:
