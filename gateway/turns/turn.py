@@ -224,9 +224,11 @@ class Turn:
         assert task is not None
         try:
             yield
-        except asyncio.CancelledError:
+        except asyncio.CancelledError as cancelled:
             if not self._is_stopping or task.uncancel() > 0:
                 raise
+            # In Python 3.12 and 3.13 it leads to a frame that holds it: a cycle, with the turn and its connection.
+            cancelled.__traceback__ = None
             self._raise_if_stopped()
         finally:
             self._task = None
