@@ -245,7 +245,7 @@ async def test_without_a_ready_engine_the_error_says_why(client: httpx.AsyncClie
 
 @pytest.mark.parametrize(
     "path",
-    ["/", "/v1", "/v2/chat/completions", "/v1/chat", "/sleep", "/wake_up", "/collective_rpc", "/v1/load_lora_adapter",
+    ["/v1", "/v2/chat/completions", "/v1/chat", "/sleep", "/wake_up", "/collective_rpc", "/v1/load_lora_adapter",
      "/pause", "/reset_prefix_cache", "/abort_requests", "/update_weights", "/flush_cache",
      "/v1/chat/completions/render", "/v1/../sleep", "/v1/%2e%2e/sleep", "//sleep",
      "/t/x/v1/../sleep", "/t/x/sleep", "/t/x/v1/nope", "/%ff", "/v1/trajectories/", "/simulate/faults"],

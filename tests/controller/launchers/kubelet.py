@@ -51,7 +51,9 @@ class Kubelet:
         self._running: dict[str, Running] = {}
         self._num_gpus: dict[str, int] = {}
         self._dark: dict[str, threading.Event] = {}
-        self._addresses = (f"127.0.{i // 250 + 1}.{i % 250 + 1}" for i in itertools.count())
+        # Its process's own: tests run beside each other, and all containers listen on one port.
+        network = f"127.{os.getpid() // 250 % 250 + 1}.{os.getpid() % 250}"
+        self._addresses = (f"{network}.{i % 250 + 1}" for i in itertools.count())
         self._ending = threading.Event()
         self._port = self._serve_logs(tls) if tls else 0
         self._thread = threading.Thread(target=self._run, daemon=True)
