@@ -2,6 +2,7 @@
 
 import os
 import threading
+import urllib.request
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -29,6 +30,14 @@ def url() -> Iterator[str]:
         yield f"http://127.0.0.1:{server.server_address[1]}"
         server.shutdown()
         thread.join()
+
+
+@pytest.fixture(autouse=True)
+def proxies_of_now() -> Iterator[None]:
+    """urllib keeps the proxies of its first request in a process: other tests would get this one's."""
+    urllib.request.install_opener(None)
+    yield
+    urllib.request.install_opener(None)
 
 
 @pytest.mark.parametrize("proxy", ["http_proxy", "HTTP_PROXY", "all_proxy"])
