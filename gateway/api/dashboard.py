@@ -17,7 +17,11 @@ _HEADERS = {
     ),
     "x-content-type-options": "nosniff",
 }
-_FILES = {"/dashboard": "text/html", "/dashboard/page.css": "text/css", "/dashboard/page.js": "text/javascript"}
+_FILES = {
+    "/dashboard": ("page.html", "text/html"),
+    "/dashboard/page.css": ("page.css", "text/css"),
+    "/dashboard/page.js": ("page.js", "text/javascript"),
+}
 # The page has no figures, so it needs no key: it asks for one if the gateway does.
 PAGE_PATHS = frozenset({"/", *_FILES})
 
@@ -37,12 +41,11 @@ def add_dashboard(app: FastAPI) -> None:
         """Who opens the gateway in a browser gets the dashboard."""
         return RedirectResponse("dashboard")
 
-    for path, kind in _FILES.items():
-        _add_file(app, path, kind)
+    for path, (name, kind) in _FILES.items():
+        _add_file(app, path, name, kind)
 
 
-def _add_file(app: FastAPI, path: str, kind: str) -> None:
-    name = "page.html" if path == "/dashboard" else path.rpartition("/")[2]
+def _add_file(app: FastAPI, path: str, name: str, kind: str) -> None:
     content = files("gateway.dashboard").joinpath(name).read_bytes()
 
     @app.get(path, include_in_schema=False)

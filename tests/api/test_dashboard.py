@@ -111,6 +111,7 @@ async def test_the_page_needs_no_key_and_its_figures_do() -> None:
     async with running_site(api_keys=["a-key-of-the-dashboard"]) as site:
         first = await site.client.get("/")
         assert (first.status_code, first.headers["location"]) == (307, "dashboard")
+        assert (await site.client.post("/")).status_code == 405
         for path in PAGES:
             assert (await site.client.get(path)).status_code == 200
         assert (await site.client.get("/v1/overview")).status_code == 401
