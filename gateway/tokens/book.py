@@ -159,11 +159,11 @@ class TokenBook:
             if any(_thought_otherwise(each, with_thoughts) for each in turns):
                 continue
             self._use(trajectory_id, shelf, 0)
-            *before, _ = turns
+            made = [ids for each in turns for ids in (each.new_ids, each.output_ids)]
             yield TurnTokens(
                 trajectory_id=trajectory_id,
                 turn_id=turn.turn_id,
-                prompt_ids=put_together((all_ids(before), turn.new_ids)),
+                prompt_ids=put_together(made[:-1]),
                 output_ids=turn.output_ids,
                 logprobs=None if turn.logprobs is None else array("f", turn.logprobs.tobytes()),
                 versions=turn.versions,
@@ -184,9 +184,12 @@ class TokenBook:
             start = ends.get(turn.parent)
             if start is None or not turn.output_ids:
                 continue
-            ids = put_together((turn.new_ids, turn.output_ids))
-            if prompt.has_at(start, ids):
-                ends[turn.turn_id] = end = start + len(ids.text) + 1
+            if turn.new_ids.text:  # not put together with the output: a long prompt would be copied for each turn
+                if not prompt.has_at(start, turn.new_ids):
+                    continue
+                start += len(turn.new_ids.text) + 1
+            if prompt.has_at(start, turn.output_ids):
+                ends[turn.turn_id] = end = start + len(turn.output_ids.text) + 1
                 if end >= longest:
                     found, longest = turn.turn_id, end
         return found

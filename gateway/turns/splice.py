@@ -42,7 +42,7 @@ def joined(before: TurnTokens, rendered: TokenIds) -> TokenIds | None:
     if not made:
         return None
     prompt, output = TokenIds.of(before.prompt_ids), TokenIds.of(before.output_ids)
-    if rendered.begins_with(prompt + output):
+    if rendered.begins_with(prompt, output):
         return rendered
     # An answer cut by its limit has no end token, nor does one that ran past its end token. A stop string's last token
     # may be anywhere in the messages that follow.

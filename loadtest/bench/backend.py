@@ -124,7 +124,7 @@ class Server(asyncio.Protocol):
             case b"/v1/chat/completions":
                 self._chat(body)
             case b"/v1/chat/completions/render":
-                write(token_answers.rendered(len(body)))
+                write(token_answers.rendered(body))
             case b"/inference/v1/generate":
                 self._tokens(body)
             case b"/v1/chat/completions/derender":

@@ -6,7 +6,7 @@ import random
 
 import orjson
 
-from loadtest.bench.answers import MODEL
+from loadtest.bench.answers import MODEL, TEXT
 
 Body = list[bytes | memoryview]
 """A request's bytes, in pieces."""
@@ -77,8 +77,8 @@ def contexts(seed: int, stream: bool, num_bytes: int, number: int) -> list[list[
         number: of conversations.
 
     Returns:
-        The requests of each conversation, turn by turn: one tool call and its result longer each time, from three
-        quarters to five quarters of the size. They share the bytes that they have in common.
+        The requests of each conversation, turn by turn: the answer that the backend gave and a command's output longer
+        each time, from three quarters to five quarters of the size. They share the bytes that they have in common.
     """
     dice = random.Random(seed)
     names = ["".join(dice.choices("etaoinshrdlu", k=dice.randint(2, 9))) for _ in range(1_000)]
@@ -95,14 +95,8 @@ def _context(lines: list[str], dice: random.Random, stream: bool, num_bytes: int
     written = bytearray(orjson.dumps(request)[:-1] + b',"messages":' + orjson.dumps([system, task])[:-1])
     ends: list[int] = []
     while len(written) < num_bytes * 5 / 4 or not ends:
-        call_id = f"call_{dice.randrange(10**9):09d}"
-        command = orjson.dumps({"command": dice.choice(lines)}).decode()
-        call = {"id": call_id, "type": "function", "function": {"name": "shell", "arguments": command}}
         result = "".join(dice.choices(lines, k=round(dice.lognormvariate(3.0, 1.0))))
-        step: list[dict[str, object]] = [
-            {"role": "assistant", "content": dice.choice(lines), "tool_calls": [call]},
-            {"role": "tool", "tool_call_id": call_id, "content": result},
-        ]
+        step = [{"role": "assistant", "content": TEXT}, {"role": "user", "content": result}]
         written += b"," + orjson.dumps(step)[1:-1]
         if len(written) >= num_bytes * 3 / 4:
             ends.append(len(written))

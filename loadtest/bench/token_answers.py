@@ -11,26 +11,42 @@ import orjson
 from loadtest.bench.answers import FIRST_ID, MESSAGE, NUM_CHUNKS, STREAM_END, WORDS, Json, event, whole
 
 _BYTES_PER_TOKEN = 4
-_BLOCK_BYTES = 8_192  # to keep few answers ready
+_MESSAGE = re.compile(rb'\{"role":"(\w+)"')
 WHOLE_EVENT_TOKENS = 32
 """What the gateway requests if its client has no stream."""
 _EVENT_TOKENS = re.compile(rb'"stream_interval":(\d+)')
 _IDS = list(range(FIRST_ID, FIRST_ID + NUM_CHUNKS))
+_OPENING = 77
+_ANSWER = b",".join(b"%d" % number for number in (_OPENING, *_IDS))
+_LONG = b"".join(b"%d," % (10_000 + number % 50_000) for number in range(2**20))
+_SAMPLING: Json = {"n": 1, "max_tokens": 512, "min_tokens": 0, "stop": [], "temperature": 1.0, "logprobs": None}
+_RENDERED_HEAD = b'{"request_id":"chatcmpl-0123456789abcdef","token_ids":['
+_RENDERED_TAIL = b'],"sampling_params":%b}' % orjson.dumps(_SAMPLING)
 _ABOUT = {"id": "generate-tokens-0123456789abcdef", "object": "chat.completion", "created": 1_700_000_000}
 _USAGE = {"prompt_tokens": 1400, "total_tokens": 1400 + NUM_CHUNKS, "completion_tokens": NUM_CHUNKS}
 REFUSED = whole({"error": {"message": "a field is missing", "code": 400}}, "400 Bad Request")
 
 
-def rendered(num_bytes: int) -> bytes:
-    """The prompt ids of a chat of about this many bytes."""
-    return _rendered(max(1, num_bytes // _BLOCK_BYTES) * _BLOCK_BYTES if num_bytes > _BLOCK_BYTES else num_bytes)
+def rendered(body: bytes) -> bytes:
+    """The prompt ids of a chat, as its template would have them: each message opens with one token and ends with the
+    token that ends an answer; an answer has the tokens that were generated, other text a token for four bytes.
+    """
+    found = [(match.start(), match[1]) for match in _MESSAGE.finditer(body)] or [(0, b"user")]
+    ends = [start - 1 for start, _ in found[1:]] + [len(body) - 2]  # before the comma, or what closes list and request
+    ids = b",".join(
+        _ANSWER if role == b"assistant" else _text((end - start) // _BYTES_PER_TOKEN)
+        for (start, role), end in zip(found, ends, strict=True)
+    )
+    content = b"%b%b,%d%b" % (_RENDERED_HEAD, ids, _OPENING, _RENDERED_TAIL)
+    return b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\ncontent-type: application/json\r\n\r\n%b" % (
+        len(content),
+        content,
+    )
 
 
-@cache
-def _rendered(num_bytes: int) -> bytes:
-    sampling = {"n": 1, "max_tokens": 512, "min_tokens": 0, "stop": [], "temperature": 1.0, "logprobs": None}
-    ids = [number % 50_000 for number in range(num_bytes // _BYTES_PER_TOKEN)]
-    return whole({"request_id": "chatcmpl-0123456789abcdef", "token_ids": ids, "sampling_params": sampling})
+def _text(num_tokens: int) -> bytes:
+    """A message of this many tokens of five digits."""
+    return b"%d,%b%d" % (_OPENING, _LONG[: 6 * num_tokens], _IDS[-1])
 
 
 def generated(body: bytes) -> list[bytes]:

@@ -1,5 +1,6 @@
 """The benchmark: each section measures the gateway, a server that fails is reported, tables and checks are right."""
 
+import re
 import sys
 from argparse import Namespace
 from itertools import pairwise
@@ -10,7 +11,7 @@ from typing import Any
 import orjson
 import pytest
 
-from loadtest.bench import answers
+from loadtest.bench import answers, token_answers
 from loadtest.bench.check import Checker
 from loadtest.bench.goals import GOALS, goals_table
 from loadtest.bench.peers import DIRECT, GATEWAY, PEERS, PROGRAMS, RUST, STICKY, Peer
@@ -201,7 +202,8 @@ def test_requests_have_exactly_the_size_asked_for(num_bytes: int) -> None:
 
 @pytest.mark.parametrize("num_bytes", [20_000, 100_000, 1_000_000])
 def test_contexts_grow_around_the_size_asked_for(num_bytes: int) -> None:
-    """Each turn repeats the messages before it. Each tool call has its result, and most bytes are text of messages."""
+    """Each turn repeats the messages before it, and adds the answer that the backend gave and what followed. Most bytes
+    are text of messages."""
     some = contexts(1, True, num_bytes, 3)
     assert some == contexts(1, True, num_bytes, 3)
     assert len({b"".join(conversation[0]) for conversation in some}) == 3
@@ -212,9 +214,28 @@ def test_contexts_grow_around_the_size_asked_for(num_bytes: int) -> None:
         read = map(read_messages, turns)  # one after the other: the 289 of a megabyte would take 2 GB at once
         for before, after in pairwise(read):
             assert len(after) == len(before) + 2 and after[:-2] == before
-        calls = [call["id"] for message in after for call in message.get("tool_calls", ())]
-        assert calls == [message["tool_call_id"] for message in after if message["role"] == "tool"]
+            assert after[-2] == {"role": "assistant", "content": answers.TEXT}
         assert sum(len(message["content"]) for message in after) > len(turns[-1]) / 2
+
+
+def test_a_context_is_rendered_as_a_continuation() -> None:
+    """Each prompt begins with the prompt and the answer before it, token by token. Once each began anew: prompts had as
+    many numbers as their requests had bytes, and what token legs cost was mostly that of branches."""
+    (conversation,) = contexts(1, False, 20_000, 1)
+    prompts = [rendered_ids(b"".join(body)) for body in conversation]
+    generated = b"".join(token_answers.generated(b'"stream_interval":32'))
+    made = [number for ids in re.findall(rb'"token_ids":\[([\d,]+)\]', generated) for number in ids.split(b",")]
+    assert len(made) == answers.NUM_CHUNKS
+    for before, after in pairwise(prompts):
+        assert after[: len(before) + len(made)] == before + list(map(int, made))
+        assert len(after) > len(before) + len(made)
+
+
+def rendered_ids(body: bytes) -> list[int]:
+    head, _, content = token_answers.rendered(body).partition(b"\r\n\r\n")
+    assert b"content-length: %d\r\n" % len(content) in head + b"\r\n"
+    ids: list[int] = orjson.loads(content)["token_ids"]
+    return ids
 
 
 def read_messages(body: bytes) -> list[dict[str, Any]]:
