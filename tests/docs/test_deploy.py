@@ -1,5 +1,7 @@
 """The files in deploy/ match the product: alerts, alarms, the image and its manifests."""
 
+import configparser
+import json
 import re
 import shlex
 import shutil
@@ -20,6 +22,8 @@ from store import StoreSettings
 ROOT = Path(__file__).parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 IMAGE = "heddle:" + PYPROJECT["project"]["version"]
+BOARD = json.loads((ROOT / "deploy/grafana/heddle.json").read_text())
+_PARTS = ("bucket", "sum", "count")
 
 
 def rules() -> list[dict[str, Any]]:
@@ -61,6 +65,53 @@ def test_alerts_fire_when_they_should() -> None:
     if (promtool := shutil.which("promtool")) is None:
         pytest.skip("promtool is not installed")
     subprocess.run([promtool, "test", "rules", str(Path(__file__).with_name("alerts.yaml"))], check=True)
+
+
+def test_the_dashboard_of_grafana_shows_existing_metrics() -> None:
+    """Each panel's queries name series that gateway or controller export, histograms by their parts."""
+    shown: set[str] = set()
+    for panel in BOARD["panels"]:
+        for target in panel.get("targets", ()):
+            assert target["expr"].count("(") == target["expr"].count(")"), panel["title"]
+            shown |= set(re.findall(r"heddle_\w+", target["expr"]))
+    parts = {f"{name}_{part}" for name in exported_metrics() if name.endswith("_seconds") for part in _PARTS}
+    assert len(shown) > 15 and shown <= exported_metrics() | parts
+
+
+def test_the_panels_of_grafana_do_not_overlap() -> None:
+    """Each cell of the grid belongs to one panel at most, and each panel has a number of its own."""
+    cells = [
+        (x, y)
+        for grid in (panel["gridPos"] for panel in BOARD["panels"])
+        for x in range(grid["x"], grid["x"] + grid["w"])
+        for y in range(grid["y"], grid["y"] + grid["h"])
+    ]
+    assert len(cells) == len(set(cells)) and max(x for x, _ in cells) < 24
+    assert len({panel["id"] for panel in BOARD["panels"]}) == len(BOARD["panels"])
+
+
+@pytest.mark.parametrize("name", ["gateway", "controller"])
+def test_the_units_of_systemd_start_a_command_that_exists(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each flag of the unit's command is one of that command."""
+    command = unit(name)["ExecStart"].split()
+    assert Path(command[0]).name == "heddle"
+    with pytest.raises(SystemExit) as ended:
+        main([command[1], "--help"])
+    shown = capsys.readouterr().out
+    assert ended.value.code == 0 and all(word in shown for word in command if word.startswith("--"))
+
+
+def test_systemd_gives_a_gateway_time_and_room() -> None:
+    """Its turns may end before SIGKILL, and it has descriptors for those that systemd keeps besides its own."""
+    shutdown_s = Settings.model_fields["shutdown_timeout_s"].default + StoreSettings().close_timeout_s
+    of_gateway = unit("gateway")
+    assert float(of_gateway["TimeoutStopSec"]) >= shutdown_s + 10
+    assert int(of_gateway["LimitNOFILE"]) > 2 * int(of_gateway["FileDescriptorStoreMax"]) > 0
+
+
+def test_systemd_leaves_engines_alone_when_the_controller_is_restarted() -> None:
+    """Its engines are in its control group, which a stop would end with it."""
+    assert unit("controller")["KillMode"] == "process"
 
 
 def test_every_alarm_of_the_controller_is_documented() -> None:
@@ -139,6 +190,14 @@ def test_probes_are_patient_and_ask_a_route_that_needs_no_key(name: str) -> None
     fields, liveness = Settings.model_fields, container["livenessProbe"]
     start_s = fields["start_timeout_s"].default + fields["store_start_timeout_s"].default
     assert liveness["periodSeconds"] * liveness["failureThreshold"] >= max(120, 5 * start_s)
+
+
+def unit(name: str) -> dict[str, str]:
+    """The settings of a unit's service; none is repeated."""
+    units = configparser.ConfigParser(interpolation=None)
+    units.optionxform = str  # type: ignore[assignment,method-assign]
+    units.read(ROOT / f"deploy/systemd/heddle-{name}.service")
+    return dict(units["Service"])
 
 
 def manifests(*names: str) -> list[dict[str, Any]]:
