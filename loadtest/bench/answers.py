@@ -66,7 +66,22 @@ def _whole(status: str, kind: str, body: bytes) -> bytes:
 
 MESSAGE: Json = {"role": "assistant", "content": TEXT, "refusal": None, "tool_calls": [], "reasoning": None}
 _CHOICE = {"index": 0, "message": MESSAGE, "logprobs": None, "finish_reason": "stop", "stop_reason": None}
-CHAT = whole(ABOUT | {"object": "chat.completion", "choices": [_CHOICE], "usage": _USAGE})
+_CHAT: Json = ABOUT | {"object": "chat.completion", "usage": _USAGE}
+CHAT = whole(_CHAT | {"choices": [_CHOICE]})
+
+# A coding agent offers this tool, and each answer calls it.
+TOOL = "run"
+CALL: Json = {"id": "call_1", "type": "function", "function": {"name": TOOL, "arguments": '{"command": "make test"}'}}
+CALLING_CHOICE = _CHOICE | {"message": MESSAGE | {"tool_calls": [CALL]}, "finish_reason": "tool_calls"}
+CALLING_CHAT = whole(_CHAT | {"choices": [CALLING_CHOICE]})
+_OFFERED = b'"name":"%b"' % TOOL.encode()
+_START = 4_096
+
+
+def offers_tool(request: bytes) -> bool:
+    """Whether a request offers `TOOL`, in front of its messages."""
+    return request.find(_OFFERED, 0, _START) >= 0
+
 
 STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
 STREAM = [word_event(word, number == 0, number == NUM_CHUNKS - 1) for number, word in enumerate(WORDS)]

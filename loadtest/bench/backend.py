@@ -2,7 +2,8 @@
 
     python -m loadtest.bench.backend --port 9001 [--interval-ms 5] [--endless 2000]
 
-Every chat is answered with the same 64 words: whole, or as a stream of 64 chunks, one every `--interval-ms`. With
+Every chat is answered with the same 64 words, and a tool call if it is a coding agent's: whole, or as a stream of 64
+chunks, one every `--interval-ms`. With
 `--endless` a stream never ends: it gets its first chunk at once and the others once that many streams are open. Each
 chunk has its send time, in microseconds of the machine's monotonic clock. Without an interval there are no further
 chunks. HTTP is parsed by hand and answers are ready-made bytes, because this server shares a core with the client, and
@@ -147,7 +148,7 @@ class Server(asyncio.Protocol):
 
     def _chat(self, body: bytes) -> None:
         if not (b'"stream":true' in body or b'"stream": true' in body):
-            self._transport.write(answers.CHAT)
+            self._transport.write(answers.CALLING_CHAT if answers.offers_tool(body) else answers.CHAT)
         elif self._streams is not None:
             self._stream_number = self._streams.join(self._transport, answers.word_event)
         else:

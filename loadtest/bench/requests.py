@@ -6,10 +6,13 @@ import random
 
 import orjson
 
-from loadtest.bench.answers import MODEL, TEXT
+from loadtest.bench.answers import CALL, MODEL, TEXT, TOOL, Json
 
 Body = list[bytes | memoryview]
 """A request's bytes, in pieces."""
+
+ANSWER: Json = {"role": "assistant", "content": TEXT, "tool_calls": [CALL]}
+"""What the backend answered, as agents send it back."""
 
 _NUM_PROMPTS = 64
 _MAX_BYTES = 16 * 2**20  # for all of them together
@@ -77,7 +80,7 @@ def contexts(seed: int, stream: bool, num_bytes: int, number: int) -> list[list[
         number: of conversations.
 
     Returns:
-        The requests of each conversation, turn by turn: the answer that the backend gave and a command's output longer
+        The requests of each conversation, turn by turn: the answer that the backend gave and its call's result longer
         each time, from three quarters to five quarters of the size. They share the bytes that they have in common.
     """
     dice = random.Random(seed)
@@ -88,7 +91,7 @@ def contexts(seed: int, stream: bool, num_bytes: int, number: int) -> list[list[
 
 def _context(lines: list[str], dice: random.Random, stream: bool, num_bytes: int) -> list[Body]:
     parameters = {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}
-    tool = {"type": "function", "function": {"name": "shell", "description": "Runs it.", "parameters": parameters}}
+    tool = {"type": "function", "function": {"name": TOOL, "description": "Runs it.", "parameters": parameters}}
     request = {"model": MODEL, "max_tokens": 512, "stream": stream, "tools": [tool] * 10}
     system = {"role": "system", "content": "".join(dice.choices(lines, k=40))}
     task = {"role": "user", "content": "".join(dice.choices(lines, k=5))}
@@ -96,7 +99,7 @@ def _context(lines: list[str], dice: random.Random, stream: bool, num_bytes: int
     ends: list[int] = []
     while len(written) < num_bytes * 5 / 4 or not ends:
         result = "".join(dice.choices(lines, k=round(dice.lognormvariate(3.0, 1.0))))
-        step = [{"role": "assistant", "content": TEXT}, {"role": "user", "content": result}]
+        step = [ANSWER, {"role": "tool", "tool_call_id": CALL["id"], "content": result}]
         written += b"," + orjson.dumps(step)[1:-1]
         if len(written) >= num_bytes * 3 / 4:
             ends.append(len(written))

@@ -158,9 +158,9 @@ SECTIONS = (
         "contexts",
         "CPU per answer, contexts of coding agents",
         f"{CONNECTIONS} agents, each on a trajectory that has begun before. A request is a context of up to a thousand "
-        "tool calls, with files and logs as their results; with each turn it grows by one call, from three quarters "
-        f"to five quarters of the size, then begins again. x: ratio to {STICKY} in the same repeat. No ids: the "
-        "gateway must recognise each trajectory by its conversation.",
+        "tool calls, with files and logs as their results; with each turn it grows by the last answer and its call's "
+        f"result, from three quarters to five quarters of the size, then begins again. x: ratio to {STICKY} in the "
+        "same repeat. No ids: the gateway must recognise each trajectory by its conversation.",
         _contexts,
         tuple(column for name in CONTEXTS for column in cost(f"{name}, us", name, STICKY)),
     ),

@@ -8,7 +8,18 @@ from typing import Any
 
 import orjson
 
-from loadtest.bench.answers import FIRST_ID, MESSAGE, NUM_CHUNKS, STREAM_END, WORDS, Json, event, whole
+from loadtest.bench.answers import (
+    CALLING_CHOICE,
+    FIRST_ID,
+    MESSAGE,
+    NUM_CHUNKS,
+    STREAM_END,
+    WORDS,
+    Json,
+    event,
+    offers_tool,
+    whole,
+)
 
 _BYTES_PER_TOKEN = 4
 _MESSAGE = re.compile(rb'\{"role":"(\w+)"')
@@ -99,6 +110,8 @@ def derendered(body: bytes) -> bytes:
     """The message that tokens form: for a whole answer, or for one part of a stream."""
     asked = orjson.loads(body)
     if not asked.get("stream"):
+        if offers_tool(body):
+            return whole(_ABOUT | {"model": "bench", "choices": [CALLING_CHOICE], "usage": _USAGE})
         choice: Json = {"index": 0, "message": MESSAGE, "logprobs": None, "finish_reason": "stop", "stop_reason": None}
         return whole(_ABOUT | {"model": "bench", "choices": [choice], "usage": _USAGE})
     part: dict[str, Any] = asked["generate_chunk"]["choices"][0]

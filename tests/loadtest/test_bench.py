@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import httpx
 import orjson
 import pytest
 
@@ -56,6 +57,18 @@ def test_token_legs_are_measured_at_token_level(tmp_path: Path) -> None:
             assert answers.ABOUT["id"] not in _one_answer(served.port, rig.peer.has_tools)
 
 
+def test_token_legs_continue_the_contexts_of_agents(tmp_path: Path) -> None:
+    """Each turn's prompt is what its trajectory was given and made before, except when a conversation begins again."""
+    rig = rig_for(peer_named("gateway, token legs"), tmp_path)
+    with rig.serving() as served, httpx.Client(base_url=f"http://127.0.0.1:{served.port}") as client:
+        rig.load(served, connections=1, contexts=True, body=20_000, trajectories=1)
+        (row,) = client.get("/v1/trajectories").json()["data"]
+        turns = client.get(f"/v1/trajectories/{row['id']}/tokens").json()["turns"]
+    begun = [turn for turn in turns if turn["parent"] is None]
+    (requests,) = contexts(1, False, 20_000, 1)
+    assert len(turns) > 2 and len(begun) == -(-len(turns) // len(requests))
+
+
 def test_slow_streams_are_measured_at_token_level(tmp_path: Path) -> None:
     """Chunks carry their timestamps there, too, so their delays have figures."""
     slow = next(section for section in SECTIONS if section.name == "slow")
@@ -64,8 +77,6 @@ def test_slow_streams_are_measured_at_token_level(tmp_path: Path) -> None:
 
 
 def _one_answer(port: int, has_tools: bool) -> str:
-    import httpx
-
     body = bodies(1, False, 2_000, has_tools)[0]
     headers = {"content-type": "application/json"}
     return httpx.post(f"http://127.0.0.1:{port}/v1/chat/completions", content=body, headers=headers, timeout=60).text
@@ -214,7 +225,7 @@ def test_contexts_grow_around_the_size_asked_for(num_bytes: int) -> None:
         read = map(read_messages, turns)  # one after the other: the 289 of a megabyte would take 2 GB at once
         for before, after in pairwise(read):
             assert len(after) == len(before) + 2 and after[:-2] == before
-            assert after[-2] == {"role": "assistant", "content": answers.TEXT}
+            assert after[-2] == answered(answers.CALLING_CHAT) and after[-1]["tool_call_id"] == answers.CALL["id"]
         assert sum(len(message["content"]) for message in after) > len(turns[-1]) / 2
 
 
@@ -236,6 +247,12 @@ def rendered_ids(body: bytes) -> list[int]:
     assert b"content-length: %d\r\n" % len(content) in head + b"\r\n"
     ids: list[int] = orjson.loads(content)["token_ids"]
     return ids
+
+
+def answered(answer: bytes) -> dict[str, Any]:
+    """A whole answer's message, as its agent sends it back."""
+    message = orjson.loads(answer.partition(b"\r\n\r\n")[2])["choices"][0]["message"]
+    return {name: value for name, value in message.items() if value is not None}
 
 
 def read_messages(body: bytes) -> list[dict[str, Any]]:
