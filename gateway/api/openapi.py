@@ -40,6 +40,8 @@ _BODIES: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     "/v1/messages/count_tokens": ("Count a message's tokens (Anthropic)", {"messages": _MESSAGES}, ["messages"]),
     "/tokenize": ("Tokenize text (vLLM, SGLang)", {"prompt": _TEXT}, []),
     "/detokenize": ("Detokenize token ids (vLLM, SGLang)", {"tokens": _IDS}, []),
+    "/v1/tokenize": ("Tokenize text (SGLang)", {"prompt": _TEXT}, []),
+    "/v1/detokenize": ("Detokenize token ids (SGLang)", {"tokens": _IDS}, []),
 }
 _ERROR = {
     "type": "object",

@@ -9,10 +9,12 @@ from functools import lru_cache
 from pathlib import Path
 
 import pytest
+from fastapi import FastAPI
 from pydantic import BaseModel
 
 from controller.fleet_file import FleetFile
 from gateway import metrics
+from gateway.api.openapi import declare_hot_routes
 from gateway.config import Settings
 from gateway.passthrough import PASSTHROUGH_ROUTES
 from gateway.turns.turns import TURN_ROUTES
@@ -146,9 +148,13 @@ def test_documented_metrics_match_the_existing_ones() -> None:
 
 
 def test_every_served_route_is_documented() -> None:
-    """Routes of turns and of requests without a trajectory are in docs/api.md."""
+    """Routes of turns and of requests without a trajectory are in docs/api.md, and at `/docs` of a running gateway."""
     page = (ROOT / "docs/api.md").read_text()
-    assert [route for route in (*TURN_ROUTES, *PASSTHROUGH_ROUTES) if route not in page] == []
+    app = FastAPI()
+    declare_hot_routes(app)
+    for route in (*TURN_ROUTES, *PASSTHROUGH_ROUTES):
+        assert route in page
+        assert route in app.openapi()["paths"]
 
 
 def _fleet_keys() -> set[str]:
