@@ -84,13 +84,13 @@ def in_words(rounds: Sequence[Sequence[Step]], state: State, seen: Sequence[Obse
 _WHY = {
     "Drain": ("drain", "it gets no new turns; running ones end there", "drain"),
     "MoveKv": ("move KV", "nothing runs there any more; trajectories may take their KV along", None),
-    "Stop": ("stop", "other servers need its devices", "stop"),
-    "Sleep": ("put to sleep", "other servers need its devices, and it may be needed again", "sleep"),
+    "Stop": ("stop", "its turns have ended; its devices become free", "stop"),
+    "Sleep": ("put to sleep", "its devices become free, and it may be needed again", "sleep"),
     "Wake": ("wake", "its devices are free", "wake"),
     "Launch": ("launch", "its devices are free", None),
     "MakeReady": ("make ready", "it must answer and be warm before it gets turns", "start"),
     "Register": ("register", "the gateway gives it turns", "register"),
-    "Remove": ("remove", "another server serves, so the gateway may forget this one", None),
+    "Remove": ("remove", "it serves no more, so the gateway may forget it", None),
     "Reopen": ("reopen", "it stays after all", None),
 }
 

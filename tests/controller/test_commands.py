@@ -241,6 +241,7 @@ async def test_a_fleet_is_shown_planned_scaled_and_drained(tmp_path: Path) -> No
                     assert output.startswith(f"heddle fleet: {said}")
                 status, output = await heddle("fleet", "plan", "0xTP1", "--controller", url)
                 assert status == 0 and output.startswith("to no engine:\n1. drain ")
+                assert "other server" not in output and "another server" not in output, "there is none"
                 status, output = await heddle("fleet", "plan", "1xTP2", "--controller", url)
                 assert output.startswith("to 1 x TP 2:\n")
                 steps = [line.split()[1] for line in output.splitlines() if re.match(r"\d+\. ", line)]
