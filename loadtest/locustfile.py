@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, get_args
 from uuid import uuid4
 
@@ -48,8 +48,9 @@ class Board:
     def __init__(self, options: Any, environment: Any, rollout_size: int | None = None, num_rollouts: int = 1) -> None:
         self.writer = Writer()
         self.num_rollouts_ended = 0
-        # Agents that have fetched the list of models, or were refused.
+        # Agents that have fetched the list of models, or were refused; the latter play nothing.
         self.num_agents = 0
+        self.num_refused = 0
         self._options = options
         self._environment = environment
         self._rollout_size = rollout_size
@@ -104,14 +105,23 @@ def add_arguments(parser: LocustArgumentParser) -> None:
 
 
 def set_up(environment: Any, **_: Any) -> None:
-    """One board per process; `loadtest/shapes.py` replaces it by one with rollouts."""
+    """One board per run; `loadtest/shapes.py` replaces it by one with rollouts."""
     environment.board = Board(environment.parsed_options, environment)
+
+
+def on_each_run(prepare: Callable[..., None]) -> None:
+    """Call this before each run. The web page starts one after the other, each with its own options.
+
+    A shape looks at the board before `test_start`, so the board of an ended run must not be there any more.
+    """
+    for event in (events.init, events.test_start, events.test_stop):
+        event.add_listener(prepare)
 
 
 # Locust's events have no types.
 events: Any = locust_events
 events.init_command_line_parser.add_listener(add_arguments)
-events.init.add_listener(set_up)
+on_each_run(set_up)
 
 
 class Agent(FastHttpUser):
@@ -126,31 +136,35 @@ class Agent(FastHttpUser):
     def on_start(self) -> None:
         self.board: Board = self.environment.board
         self.options: Any = self.environment.parsed_options
-        try:
-            self.model = self.options.model or self._first_model()
-        finally:
-            self.board.num_agents += 1
+        self.model: str | None = self.options.model or self._first_model()
+        self.board.num_agents += 1
+        self.board.num_refused += self.model is None
 
     @task
     def play_trajectory(self) -> None:
         """One trajectory from its first question to its last answer."""
+        if self.model is None:
+            # Not in `on_start`, where Locust logs it with a traceback.
+            raise StopUser
         trajectory, trajectory_id = self.board.take(self.law_name)
         began_at = time.perf_counter()
-        error = None
         try:
             address = address_of(self.options.identity, trajectory_id, trajectory.group_id, self.board.rollout_id)
-            error = self._play(trajectory, address)
+            error = self._play(trajectory, self.model, address)
             report(self.environment, "AGENT", "trajectory", (time.perf_counter() - began_at) * 1_000, error)
             if self.options.identity != "none":
                 self._finish(trajectory_id)
-        finally:
+        except Exception:
             self.board.put_back()
+            raise
+        # Not in a `finally`: agents that are killed because the run is stopped have not ended their rollout.
+        self.board.put_back()
 
-    def _play(self, trajectory: Trajectory, address: Address) -> str | None:
+    def _play(self, trajectory: Trajectory, model: str, address: Address) -> str | None:
         """Why the trajectory failed, or None."""
         conversation = Conversation(trajectory, self.board.writer)
         for index, turn in enumerate(trajectory.turns):
-            body = chat_body(self.model, conversation.ask(), turn.output_tokens, True)
+            body = chat_body(model, conversation.ask(), turn.output_tokens, True)
             error = self._take_turn(body | dict(address.body), address, conversation)
             if error is not None:
                 return f"turn {index}: {error}"
@@ -167,7 +181,7 @@ class Agent(FastHttpUser):
         ) as response:
             error: str | None
             if response.status_code != 200:
-                error = f"HTTP {response.status_code}: {getattr(response, 'error', None) or response.text}"[:300]
+                error = _refusal(response)
             else:
                 try:
                     answer, first_token_at = _read_stream(response)
@@ -190,12 +204,17 @@ class Agent(FastHttpUser):
             if response.status_code in (404, 405):
                 response.success()
 
-    def _first_model(self) -> str:
+    def _first_model(self) -> str | None:
+        """None if the server lists none; that is a failure in the statistics."""
         with self.client.get("/v1/models", headers=self._key(), name="models", catch_response=True) as response:
             if response.status_code != 200:
-                response.failure(f"HTTP {response.status_code}: the server lists no models")
-                raise StopUser
-            return str(response.json()["data"][0]["id"])
+                response.failure(_refusal(response))
+                return None
+            try:
+                return str(response.json()["data"][0]["id"])
+            except NONSENSE:
+                response.failure(f"the server lists no models: {response.text}"[:300])
+                return None
 
     def _key(self) -> dict[str, str]:
         return {"Authorization": f"Bearer {self.options.api_key}"}
@@ -232,6 +251,12 @@ def report(environment: Any, request_type: str, name: str, time_ms: float, error
         exception=None if error is None else RuntimeError(error),
         context={},
     )
+
+
+def _refusal(response: Any) -> str:
+    """Why there is no answer: what the server says, or what kept the request from reaching one."""
+    said = f"HTTP {response.status_code}: {response.text}" if response.text else str(response.error)
+    return said[:300]
 
 
 def _workload(options: Any, law_name: str) -> Workload:

@@ -18,7 +18,7 @@ from locust import LoadTestShape
 from locust.argument_parser import LocustArgumentParser
 
 # Locust takes the user classes that it finds in the file it is given.
-from loadtest.locustfile import Board, CodingAgent, MathAgent, SearchAgent, events
+from loadtest.locustfile import Board, CodingAgent, MathAgent, SearchAgent, events, on_each_run
 
 __all__ = ["AgentShape", "CodingAgent", "MathAgent", "SearchAgent"]
 
@@ -43,7 +43,7 @@ def set_up(environment: Any, **_: Any) -> None:
 
 events.init_command_line_parser.add_listener(add_arguments)
 # After the agents' own listener, so this board is the one that remains.
-events.init.add_listener(set_up)
+on_each_run(set_up)
 
 
 class AgentShape(LoadTestShape):
@@ -57,9 +57,13 @@ class AgentShape(LoadTestShape):
         environment, options = runner.environment, runner.environment.parsed_options
         board: Board = environment.board
         if options.shape == "rollout":
+            if board.num_refused >= options.agents:
+                return None  # nobody is left to end a rollout
             return rollout(board.num_rollouts_ended, options.agents, options.rollouts)
         run_s = time.perf_counter() - self.start_time
-        if self._top_s is None and board.num_agents >= options.agents:
+        if board.num_agents < options.agents:
+            self._top_s = None  # also in a run that follows another
+        elif self._top_s is None:
             self._top_s = run_s
         return ramp(run_s, self._top_s, options.agents, options.ramp_s)
 

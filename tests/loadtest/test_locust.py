@@ -1,9 +1,15 @@
 """The Locust users, run as a user runs them: in a process of their own, because Locust patches the standard library."""
 
+import asyncio
 import csv
+import re
+import signal
 import sys
+import time
 from asyncio import create_subprocess_exec
-from asyncio.subprocess import PIPE, STDOUT
+from asyncio.subprocess import PIPE, STDOUT, Process
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import httpx2
@@ -11,27 +17,43 @@ import pytest
 
 from engines.simulated.server import serve_engine
 from engines.simulated.settings import SimulatedEngineSettings
-from tests.support.gateway import running_gateway
+from loadtest.bench.processes import free_ports
+from tests.support.gateway import eventually, running_gateway
 from tests.support.toy_chat import Faults, ToyChat, serve
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--scale", "0.01", "--tool-speed-up", "100"]
 
 
-async def locust(file: str, url: str, directory: Path, *arguments: str) -> tuple[int, dict[str, dict[str, str]], str]:
-    """The exit code, the statistics by type and name, and the output."""
-    process = await create_subprocess_exec(
-        *(sys.executable, "-m", "locust", "-f", str(ROOT / "loadtest" / file), "--headless", "--host", url),
-        *("--csv", str(directory / "out"), *SMALL, *arguments),
+async def started(file: str, url: str, *arguments: str) -> Process:
+    return await create_subprocess_exec(
+        *(sys.executable, "-m", "locust", "-f", str(ROOT / "loadtest" / file), "--host", url, *SMALL, *arguments),
         cwd=ROOT,
         stdout=PIPE,
         stderr=STDOUT,
     )
-    output, _ = await process.communicate()
-    with (directory / "out_stats.csv").open() as file_:
-        rows = {f"{row['Type']} {row['Name']}".strip(): row for row in csv.DictReader(file_)}
+
+
+async def locust(
+    file: str, url: str, directory: Path, *arguments: str, interrupted_when: Callable[[], bool] | None = None
+) -> tuple[int, dict[str, dict[str, str]], str]:
+    """The exit code, the statistics by type and name, and the output."""
+    process = await started(file, url, "--headless", "--csv", str(directory / "out"), *arguments)
+    try:
+        if interrupted_when is not None:
+            await eventually(interrupted_when)
+            process.send_signal(signal.SIGINT)
+        output, _ = await asyncio.wait_for(process.communicate(), 100)
+    finally:
+        if process.returncode is None:
+            process.kill()
+    rows = by_name((directory / "out_stats.csv").read_text())
     assert process.returncode is not None
     return process.returncode, rows, output.decode()
+
+
+def by_name(statistics: str) -> dict[str, dict[str, str]]:
+    return {f"{row['Type']} {row['Name']}".strip(): row for row in csv.DictReader(statistics.splitlines())}
 
 
 async def run_agents(url: str, directory: Path) -> tuple[int, dict[str, dict[str, str]], str]:
@@ -80,6 +102,96 @@ async def test_rollouts_follow_each_other_and_are_complete(tmp_path: Path) -> No
     assert len(set(rollouts)) == 2
     # All turns of the first rollout come before any of the second.
     assert rollouts == sorted(rollouts)
+
+
+@pytest.mark.parametrize("shape", ["rollout", "ramp"])
+async def test_a_run_whose_server_cannot_be_reached_ends_and_says_so(tmp_path: Path, shape: str) -> None:
+    """It fails, with the reason among the failures, and without a traceback of each agent."""
+    [port] = free_ports(1)
+    code, rows, output = await locust(
+        "shapes.py", f"http://127.0.0.1:{port}", tmp_path, "--agents", "3", "--shape", shape, "--ramp-s", "1"
+    )
+    assert code == 1, output
+    # A ramp replaces agents that were refused, so there may be more than three.
+    assert rows["GET models"]["Failure Count"] == rows["GET models"]["Request Count"]
+    assert "Connection refused" in output
+    assert "Traceback" not in output
+
+
+async def test_a_gateway_that_lists_no_models_ends_a_rollout(tmp_path: Path) -> None:
+    """A gateway without engines refuses every agent."""
+    async with running_gateway() as gateway:
+        code, rows, output = await locust("shapes.py", gateway.url, tmp_path, "--agents", "3")
+    assert code == 1, output
+    assert rows["GET models"]["Failure Count"] == "3"
+    assert "the server lists no models" in output
+    assert "Traceback" not in output
+
+
+async def test_a_refused_turn_shows_what_the_server_said(tmp_path: Path) -> None:
+    """Not only the status: a wrong model and a wrong path are both a 404."""
+    with serve(ToyChat(faults=Faults(num_unavailable=1))) as url:
+        _, _, output = await locust("shapes.py", url, tmp_path, "--agents", "1", "--law", "math")
+    assert '"message": "no engine"' in output
+
+
+async def test_an_interrupted_rollout_has_no_makespan(tmp_path: Path) -> None:
+    """Agents that are stopped in the middle have not ended their rollout."""
+    app = ToyChat()
+    slow_tools = ("--law", "coding", "--tool-speed-up", "0.001")
+    with serve(app) as url:
+        code, rows, output = await locust(
+            "shapes.py", url, tmp_path, "--agents", "2", *slow_tools, interrupted_when=lambda: len(app.seen) == 2
+        )
+    assert code == 0, output
+    # Locust writes its file before its agents are stopped, and prints its table afterwards.
+    assert "AGENT rollout" not in rows
+    assert not re.search(r"AGENT +rollout", output), output
+
+
+async def test_the_web_page_starts_rollouts_one_after_the_other() -> None:
+    """Each run has the page's options. A makespan begins with its run, not with Locust."""
+    [port] = free_ports(1)
+    with serve(ToyChat()) as url:
+        process = await started("shapes.py", url, "--web-host", "127.0.0.1", "--web-port", str(port))
+        try:
+            async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}") as page:
+                for num_agents in (2, 3):
+                    took_s, rows = await run_from(page, url, num_agents)
+                    assert rows["AGENT trajectory"]["Request Count"] == str(num_agents)
+                    assert float(rows["AGENT rollout"]["Max Response Time"]) <= took_s * 1_000
+        finally:
+            process.kill()
+            await process.communicate()
+
+
+async def run_from(page: httpx2.AsyncClient, url: str, num_agents: int) -> tuple[float, dict[str, dict[str, str]]]:
+    """Start a rollout on Locust's page: how long it took to end, and its statistics."""
+    form = {"user_count": 1, "spawn_rate": 1, "host": url, "shape": "rollout", "agents": num_agents}
+
+    async def is_up() -> bool:
+        with suppress(httpx2.TransportError):
+            return (await page.get("/stats/requests")).status_code == 200
+        return False
+
+    async def statistics() -> dict[str, dict[str, str]]:
+        return by_name((await page.get("/stats/requests/csv")).text)
+
+    async def has_ended() -> bool:
+        rows = await statistics()
+        return "AGENT rollout" in rows and rows["AGENT trajectory"]["Request Count"] == str(num_agents)
+
+    async def is_stopped() -> bool:
+        return bool((await page.get("/stats/requests")).json()["state"] == "stopped")
+
+    await eventually(is_up)
+    began_at = time.perf_counter()
+    assert (await page.post("/swarm", data=form)).json()["success"]
+    await eventually(has_ended)
+    took_s = time.perf_counter() - began_at
+    # Until then the page starts no other. It shows this up to 2 s late, so it does not tell that a run has ended.
+    await eventually(is_stopped)
+    return took_s, await statistics()
 
 
 @pytest.mark.parametrize("faults", [Faults(), Faults(models_after_s=2.5)])
