@@ -60,19 +60,20 @@ class TokenIds(Sequence[int]):
         return np.fromstring(self.text, np.uint32, sep=",") if self.text else np.empty(0, np.uint32)
 
     def begins_with(self, *parts: "TokenIds") -> bool:
-        """Whether these parts, put together, are a prefix of these ids; equal counts too. Nothing is copied."""
-        start = 0
+        """Whether these parts, put together, are a prefix of these ids; equal counts too."""
+        return self.end_of(*parts) is not None
+
+    def end_of(self, *parts: "TokenIds", start: int = 0) -> int | None:
+        """Where what follows these parts, put together, begins in the text; None if they do not come at `start`, where
+        an id begins. Nothing is copied.
+        """
         for part in parts:
             if part.text:
-                if not self.has_at(start, part):
-                    return False
-                start += len(part.text) + 1
-        return True
-
-    def has_at(self, start: int, others: "TokenIds") -> bool:
-        """Whether `others` come at this byte of the text, where an id begins, and end where an id ends."""
-        end = start + len(others.text)
-        return self.text.startswith(others.text, start) and self.text[end : end + 1] in (b"", b",")
+                end = start + len(part.text)
+                if not self.text.startswith(part.text, start) or self.text[end : end + 1] not in (b"", b","):
+                    return None
+                start = end + 1
+        return start
 
     def tail(self, number: int) -> "TokenIds":
         """At least this many of the last ids, or all."""

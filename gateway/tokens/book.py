@@ -184,12 +184,9 @@ class TokenBook:
             start = ends.get(turn.parent)
             if start is None or not turn.output_ids:
                 continue
-            if turn.new_ids.text:  # not put together with the output: a long prompt would be copied for each turn
-                if not prompt.has_at(start, turn.new_ids):
-                    continue
-                start += len(turn.new_ids.text) + 1
-            if prompt.has_at(start, turn.output_ids):
-                ends[turn.turn_id] = end = start + len(turn.output_ids.text) + 1
+            end = prompt.end_of(turn.new_ids, turn.output_ids, start=start)
+            if end is not None:
+                ends[turn.turn_id] = end
                 if end >= longest:
                     found, longest = turn.turn_id, end
         return found

@@ -34,12 +34,12 @@ vllm:cache_config_info{block_size="16",num_gpu_blocks="62500000",cache_dtype="au
 
 def whole(content: Json, status: str = "200 OK") -> bytes:
     """A JSON answer."""
-    return _whole(status, "application/json", orjson.dumps(content))
+    return written(orjson.dumps(content), status)
 
 
 def metrics(work: int) -> bytes:
     """The metrics page of an engine that has made this many tokens, so that it never looks hung."""
-    return _whole("200 OK", "text/plain; version=0.0.4", _METRICS % work)
+    return written(_METRICS % work, kind="text/plain; version=0.0.4")
 
 
 def chunk(data: bytes) -> bytes:
@@ -60,22 +60,23 @@ def word_event(word: str, is_first: bool = False, is_last: bool = False) -> byte
     return event(ABOUT | {"object": "chat.completion.chunk", "choices": [choice]})
 
 
-def _whole(status: str, kind: str, body: bytes) -> bytes:
+def written(body: bytes, status: str = "200 OK", kind: str = "application/json") -> bytes:
+    """An answer with this body."""
     return f"HTTP/1.1 {status}\r\ncontent-length: {len(body)}\r\ncontent-type: {kind}\r\n\r\n".encode() + body
 
 
 MESSAGE: Json = {"role": "assistant", "content": TEXT, "refusal": None, "tool_calls": [], "reasoning": None}
-_CHOICE = {"index": 0, "message": MESSAGE, "logprobs": None, "finish_reason": "stop", "stop_reason": None}
+CHOICE = {"index": 0, "message": MESSAGE, "logprobs": None, "finish_reason": "stop", "stop_reason": None}
 _CHAT: Json = ABOUT | {"object": "chat.completion", "usage": _USAGE}
-CHAT = whole(_CHAT | {"choices": [_CHOICE]})
+CHAT = whole(_CHAT | {"choices": [CHOICE]})
 
 # A coding agent offers this tool, and each answer calls it.
 TOOL = "run"
 CALL: Json = {"id": "call_1", "type": "function", "function": {"name": TOOL, "arguments": '{"command": "make test"}'}}
-CALLING_CHOICE = _CHOICE | {"message": MESSAGE | {"tool_calls": [CALL]}, "finish_reason": "tool_calls"}
+CALLING_CHOICE = CHOICE | {"message": MESSAGE | {"tool_calls": [CALL]}, "finish_reason": "tool_calls"}
 CALLING_CHAT = whole(_CHAT | {"choices": [CALLING_CHOICE]})
 _OFFERED = b'"name":"%b"' % TOOL.encode()
-_START = 4_096
+_START = 4_096  # only there is it searched for: other requests may have a megabyte
 
 
 def offers_tool(request: bytes) -> bool:

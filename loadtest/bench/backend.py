@@ -2,12 +2,11 @@
 
     python -m loadtest.bench.backend --port 9001 [--interval-ms 5] [--endless 2000]
 
-Every chat is answered with the same 64 words, and a tool call if it is a coding agent's: whole, or as a stream of 64
-chunks, one every `--interval-ms`. With
-`--endless` a stream never ends: it gets its first chunk at once and the others once that many streams are open. Each
-chunk has its send time, in microseconds of the machine's monotonic clock. Without an interval there are no further
-chunks. HTTP is parsed by hand and answers are ready-made bytes, because this server shares a core with the client, and
-neither may dominate the measurement.
+Every chat is answered with the same 64 words: whole, for coding agents with a tool call, or as a stream of 64 chunks,
+one every `--interval-ms`. With `--endless` a stream never ends: it gets its first chunk at once and the others once
+that many streams are open. Each chunk has its send time, in microseconds of the machine's monotonic clock. Without an
+interval there are no further chunks. HTTP is parsed by hand and answers are ready-made bytes, because this server
+shares a core with the client, and neither may dominate the measurement.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ import orjson
 
 from loadtest.bench.answers import (
     CALLING_CHOICE,
+    CHOICE,
     FIRST_ID,
-    MESSAGE,
     NUM_CHUNKS,
     STREAM_END,
     WORDS,
@@ -19,6 +19,7 @@ from loadtest.bench.answers import (
     event,
     offers_tool,
     whole,
+    written,
 )
 
 _BYTES_PER_TOKEN = 4
@@ -48,11 +49,7 @@ def rendered(body: bytes) -> bytes:
         _ANSWER if role == b"assistant" else _text((end - start) // _BYTES_PER_TOKEN)
         for (start, role), end in zip(found, ends, strict=True)
     )
-    content = b"%b%b,%d%b" % (_RENDERED_HEAD, ids, _OPENING, _RENDERED_TAIL)
-    return b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\ncontent-type: application/json\r\n\r\n%b" % (
-        len(content),
-        content,
-    )
+    return written(b"%b%b,%d%b" % (_RENDERED_HEAD, ids, _OPENING, _RENDERED_TAIL))
 
 
 def _text(num_tokens: int) -> bytes:
@@ -110,9 +107,7 @@ def derendered(body: bytes) -> bytes:
     """The message that tokens form: for a whole answer, or for one part of a stream."""
     asked = orjson.loads(body)
     if not asked.get("stream"):
-        if offers_tool(body):
-            return whole(_ABOUT | {"model": "bench", "choices": [CALLING_CHOICE], "usage": _USAGE})
-        choice: Json = {"index": 0, "message": MESSAGE, "logprobs": None, "finish_reason": "stop", "stop_reason": None}
+        choice: Json = CALLING_CHOICE if offers_tool(body) else CHOICE
         return whole(_ABOUT | {"model": "bench", "choices": [choice], "usage": _USAGE})
     part: dict[str, Any] = asked["generate_chunk"]["choices"][0]
     before = (asked.get("stream_state") or {}).get("output_token_ids") or []

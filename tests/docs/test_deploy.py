@@ -1,4 +1,4 @@
-"""The files in deploy/ match the product: alerts, alarms, the image and its manifests."""
+"""The files in deploy/ match the product: alerts, alarms, the dashboard, units, the image and its manifests."""
 
 import configparser
 import json
