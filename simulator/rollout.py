@@ -198,6 +198,7 @@ class Rollout:
             self._handle(TurnFailed(self._agenda.now, agent.turn_id, agent.leg, Fault.CLIENT_LEFT, can_retry=False))
         self._predictor.dropped(trajectory_id)
         self._end(agent, Ending.LEFT)
+        self._left -= 1
 
     def _end(self, agent: Agent, ending: Ending) -> None:
         assert agent.ending is None
@@ -205,12 +206,12 @@ class Rollout:
         agent.ended_at = self._agenda.now
         agent.is_pausing = False
         agent.arrives_at = None
-        self._left -= 1
         if self._on_ended is not None:
             self._on_ended(self._agenda.now)
 
     def _close(self, trajectory_id: str) -> None:
         self._handle(TrajectoryClosed(self._agenda.now, trajectory_id))
+        self._left -= 1
 
     # --- turns on engines -----------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ from itertools import pairwise, takewhile
 from typing import Any
 
 import pytest
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 from engines.profiles import load_profile
@@ -80,6 +80,14 @@ class RecordingPredictor:
     slots=st.sampled_from([1, 3, 50]),
     faults=st.sampled_from([Faults(), Faults(leaving_share=0.5), Faults(deaths_per_hour=300.0, relaunch_s=9.0)]),
     reshape=st.sampled_from([None, Reshape(every_s=15.0, min_gain_share=0.0), Reshape(7.0, 20.0, 0.0)]),
+)
+@example(  # the last trajectory fails when its turn is rejected
+    number=17,
+    seed=10589,
+    policy="heddle",
+    slots=3,
+    faults=Faults(deaths_per_hour=300.0, relaunch_s=9.0),
+    reshape=Reshape(every_s=15.0, min_gain_share=0.0),
 )
 def test_an_outcome_agrees_with_the_log(
     number: int, seed: int, policy: str, slots: int, faults: Faults, reshape: Reshape | None

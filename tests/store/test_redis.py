@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import redis.asyncio as redis
 
+from engines.children import free_port
 from store import Store, StoreAway, StoreCorrupt, StoreError, StoreSettings, open_store
 from store.redis import APPLY, FIRST_BATCH
 from tests.support.redis_server import RedisServer
@@ -369,7 +370,8 @@ async def test_a_database_that_does_not_exist_stops_the_start(server: RedisServe
 
 async def test_a_cluster_stops_the_start(server: RedisServer, tmp_path: Path) -> None:
     """The record's keys would be on several servers, and a batch reaches one."""
-    cluster = RedisServer(server.binary, tmp_path, "--cluster-enabled", "yes")
+    bus_port = str(free_port())  # the default is the port + 10000, which any connection may have
+    cluster = RedisServer(server.binary, tmp_path, "--cluster-enabled", "yes", "--cluster-port", bus_port)
     cluster.start()
     try:
         with pytest.raises(StoreError, match="is a cluster; the store must be a single server"):
