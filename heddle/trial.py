@@ -3,7 +3,8 @@
 The first engine is measured as by `heddle profile`, unless a profile is given. Then each seed's workload is played
 behind a gateway of its own, from empty prefix caches, and simulated with the profile: with the prompts as long as the
 engines counted them, because an answer that comes back as text may be more tokens than it was. What gateway and agent
-take of a turn is measured by one trajectory of tiny turns, and extends the simulated tool calls.
+take of a turn is measured by one trajectory of tiny turns, and extends the simulated tool calls. The workload so played
+is kept as `played-POLICY-SEED.jsonl`, for `heddle simulate --trace`.
 """
 
 import argparse
@@ -90,7 +91,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trajectories", type=count, default=128, metavar="N", help="of each rollout")
     parser.add_argument("--scale", type=positive, default=0.2, help="of the law's lengths and tool times")
     parser.add_argument("--json", type=out_file, metavar="FILE", help="write all figures")
-    parser.add_argument("--work-dir", type=Path, default=Path(".work/trial"), help="for logs and stores")
+    parser.add_argument(
+        "--work-dir", type=Path, default=Path(".work/trial"), help="for logs, stores and workloads as played"
+    )
 
 
 async def run(parsed: argparse.Namespace) -> int:
@@ -134,6 +137,8 @@ async def _run(parsed: argparse.Namespace, policies: Sequence[str], console: Con
                 prompt_tokens=sum(turn.prompt_tokens for turn in result.turns),
             )
             trials.append(trial)
+            lines = b"".join(orjson.dumps(one) + b"\n" for one in played.trajectories)
+            (parsed.work_dir / f"played-{policy}-{seed}.jsonl").write_bytes(lines)
             for error in result.errors[:3]:
                 print(f"{policy}: {error}", file=sys.stderr)
             console.print(f"{policy}, seed {seed}: {trial.measured_s:.1f} s, simulated {trial.simulated_s:.1f} s")

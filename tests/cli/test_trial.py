@@ -16,6 +16,7 @@ from heddle.real import clear_prefix_cache
 from heddle.trial import Trial, add_arguments, as_played, comparison, run
 from loadtest.results import RolloutResult, TrajectoryResult, TurnResult
 from tests.support.engine import fixed, recorded_engine
+from workloads.traces import load_trace
 from workloads.trajectories import Trajectory, Turn, Workload
 
 SMALL = ("--trajectories", "16", "--scale", "0.02", "--profile", "toy-cpu-tp1")
@@ -45,6 +46,9 @@ async def test_policies_are_played_and_simulated(tmp_path: Path, capsys: pytest.
     assert all(trial["num_failed_turns"] == 0 for trial in trials)
     assert all(trial["measured_s"] > 0.5 * trial["simulated_s"] > 0 for trial in trials)
     assert trials[0]["simulated_s"] != trials[2]["simulated_s"]
+    kept = load_trace(tmp_path / "played-heddle-2.jsonl")
+    assert sum(turn.output_tokens for one in kept.trajectories for turn in one.turns) == kept.output_tokens > 0
+    assert kept.trajectories[0].trajectory_id.startswith("coding-2-")
     shown = capsys.readouterr().out
     assert "round-robin" in shown and f"{trials[-1]['measured_s']:.1f}" in shown
 
