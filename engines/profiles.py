@@ -23,6 +23,7 @@ _LEAST = {
     "prefill_per_ktoken2_ms": -math.inf,
     "request_ms": 0,
     "prefill_step_ms": 0,
+    "prefill_least_tokens": 0,
 }
 # Placement divides by the base. A fit to noisy times may leave nothing for it; no engine steps in less than this.
 _LEAST_BASE_MS = 0.001
@@ -101,6 +102,7 @@ def _profile(content: dict[str, Any], short_name: str, model: dict[str, Any], en
         source=content["source"],
         request_ms=float(engine.get("request_ms", 0.0)),
         prefill_step_ms=float(engine.get("prefill_step_ms", 0.0)),
+        prefill_least_tokens=int(engine.get("prefill_least_tokens", 0)),
     )
 
 

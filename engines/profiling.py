@@ -3,7 +3,7 @@
 Pure: no clock, no sockets; `heddle profile` measures. The wall time of a batch is linear in the profile's coefficients,
 because the sequence of steps depends on lengths and slots alone. So the simulated engine itself, with one coefficient
 set to 1 and the others to 0, gives the columns of the least-squares problem: a fit inverts the simulator, including
-chunked prefill and shrinking batches.
+chunked prefill and shrinking batches. The least tokens of a prefill are no coefficient: the best of several is taken.
 """
 
 from collections.abc import Sequence
@@ -23,6 +23,8 @@ from scheduling.cost import EngineProfile
 BLOCK_TOKENS = 16  # of the prefix cache
 NUM_COEFFICIENTS = 6  # of decode: base, per sequence, per KV; of prefill: linear, quadratic, per step
 _PER_STEP = 5
+LEAST_TOKENS = (0, 128, 256, 384, 512, 768, 1024, 1536, 2048)  # an H200 with a model of 8B has about 1,000
+_SOON_S = 1e-6  # A batch's other requests come while the first one is prefilled.
 VISIT_TOKENS = 32
 _NUM_VISITS = 12
 _NUM_REWEIGHTINGS = 20
@@ -32,7 +34,7 @@ Matrix = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Identical requests sent at once.
+    """Identical requests sent at once. An idle engine takes the first as it comes, and the others after its step.
 
     Args:
         is_cached: their prompts were sent just before, so that hardly anything is prefilled; otherwise they are new.
@@ -110,7 +112,7 @@ def fit(measurements: Sequence[Measurement], engine: EngineProfile) -> Fit:
     Absolute, not squared, so that a batch spoilt by a busy machine counts no more than any other.
 
     Args:
-        engine: gives name, slots, capacity and source; its coefficients are replaced.
+        engine: gives name, slots, capacity and source; everything else is replaced.
 
     Raises:
         ValueError: there are too few different batches to distinguish the coefficients.
@@ -120,6 +122,12 @@ def fit(measurements: Sequence[Measurement], engine: EngineProfile) -> Fit:
     num_unknown = NUM_COEFFICIENTS + are_visited
     if len({measurement.batch for measurement in measurements}) < num_unknown:
         raise ValueError(f"a fit needs {num_unknown} different batches, not {len(measurements)}")
+    fits = (_fit(measurements, replace(engine, prefill_least_tokens=least), are_visited) for least in LEAST_TOKENS)
+    return min(fits, key=lambda one: one.mape)
+
+
+def _fit(measurements: Sequence[Measurement], engine: EngineProfile, are_visited: bool) -> Fit:
+    """The best fit with the engine's `prefill_least_tokens`."""
     walls = np.array([measurement.wall_s for measurement in measurements])
     columns = np.array([[*response(engine, measurement.batch), 1e-3] for measurement in measurements])
     columns[:, _PER_STEP] *= are_visited
@@ -144,7 +152,7 @@ def simulated_s(profile: EngineProfile, batch: Batch) -> float:
     """
     engine = SimulatedEngine(profile)
     began_at = _play(engine, 0.0, replace(batch, output_tokens=1)) if batch.is_cached else 0.0
-    visit_s = profile.prefill_s(VISIT_TOKENS) + profile.prefill_step_ms / 1000
+    visit_s = profile.prefill_s(VISIT_TOKENS) + profile.prefill_launch_s(VISIT_TOKENS)
     return _play(engine, began_at, batch) - began_at + batch.num_visits * visit_s
 
 
@@ -168,7 +176,7 @@ kv_bytes_per_token = {profile.kv_bytes_per_token}
 engines = [
     {{ tp = {profile.tp}, kernel_ms = {_numbers(decode)}, prefill_ms = {_numbers(prefill)}, \
 kv_capacity_tokens = {profile.kv_capacity_tokens}, request_ms = {_number(profile.request_ms)}, \
-prefill_step_ms = {_number(profile.prefill_step_ms)} }},
+prefill_step_ms = {_number(profile.prefill_step_ms)}, prefill_least_tokens = {profile.prefill_least_tokens} }},
 ]
 """
 
@@ -185,7 +193,7 @@ def _play(engine: SimulatedEngine, at: float, batch: Batch) -> float:
         sequence = SimulatedSequence(
             f"{number}/{batch.output_tokens}", batch.prompt_tokens, batch.output_tokens, partial(pieces, number)
         )
-        engine.submit(at, sequence)
+        engine.submit(at + (_SOON_S if number else 0.0), sequence)
     while (due_at := engine.next_event_at()) is not None:
         engine.advance(due_at)
         at = due_at

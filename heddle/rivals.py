@@ -67,7 +67,7 @@ def program_scheduling(engine: EngineProfile) -> str:
             "global_queue": True,  # what its manual recommends
             "token_capacity_per_target": engine.kv_capacity_tokens,
             "prefill_cost_model": {
-                "intercept_seconds": (engine.request_ms + engine.prefill_step_ms) / 1e3,
+                "intercept_seconds": engine.request_ms / 1e3 + engine.prefill_launch_s(0),
                 "linear_seconds_per_1k_tokens": max(0.0, engine.prefill_per_ktoken_ms) / 1e3,
                 "quadratic_seconds_per_1k_tokens_squared": max(0.0, engine.prefill_per_ktoken2_ms) / 1e3,
             },

@@ -28,8 +28,10 @@ class EngineProfile:
         source: where the coefficients come from.
         request_ms: time that a request holds its slot beyond the engine's steps: HTTP, rendering, tokenizing.
         prefill_step_ms: what a step that prefills takes longer than one that only decodes, however many tokens it
-            prefills: engines capture steps of decoding as graphs, and launch a prefill's kernels one by one. All
-            running sequences wait for it.
+            prefills. All running sequences wait for it.
+        prefill_least_tokens: a step that prefills fewer tokens takes as long as with these, but for the quadratic cost.
+            Engines capture steps of decoding as graphs and launch a prefill's kernels one by one, and until a GPU has
+            enough to do for each it waits for the next. Source: docs/gpu.md.
     """
 
     name: str
@@ -47,6 +49,7 @@ class EngineProfile:
     source: str
     request_ms: float = 0.0
     prefill_step_ms: float = 0.0
+    prefill_least_tokens: int = 0
 
     def decode_step_s(self, num_running: int, kv_tokens: float) -> float:
         """Seconds of one decode step that gives one token to each of `num_running` sequences."""
@@ -62,6 +65,11 @@ class EngineProfile:
         per_ktoken2_ms = self.prefill_per_ktoken2_ms if self.prefill_per_ktoken2_ms > 0.0 else 0.0
         quadratic = per_ktoken2_ms * ((cached + new) ** 2 - cached**2)
         return (self.prefill_per_ktoken_ms * new + quadratic) / 1000
+
+    def prefill_launch_s(self, num_tokens: float) -> float:
+        """Seconds that a step which prefills this many tokens takes beside their own `prefill_s`."""
+        num_missing = max(self.prefill_least_tokens - num_tokens, 0)
+        return (self.prefill_step_ms + self.prefill_per_ktoken_ms * num_missing / 1000) / 1000
 
     def slower(self, ratio: float) -> "EngineProfile":
         """The profile of an engine that takes `ratio` times as long for everything."""

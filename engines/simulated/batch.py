@@ -85,9 +85,9 @@ class Batch:
         del self.running[progress.sequence.id]
 
     @property
-    def is_prefilling(self) -> bool:
-        """Whether the planned steps prefill."""
-        return bool(self._chunks)
+    def num_prefill_tokens(self) -> int:
+        """Tokens that each of the planned steps prefills."""
+        return sum(tokens for _, tokens in self._chunks)
 
     # --- steps ----------------------------------------------------------------------------------------------
 

@@ -149,8 +149,8 @@ class Batching:
         if self._speculation is not None and 0 < num_decoding <= self._speculation.max_batch:
             decode_s /= self._speculation.speed_up
             growth_s /= self._speculation.speed_up
-        if batch.is_prefilling:
-            prefill_s += profile.prefill_step_ms / 1000
+        if batch.num_prefill_tokens:
+            prefill_s += profile.prefill_launch_s(batch.num_prefill_tokens)
         return Steps(self._now, num_steps, decode_s + prefill_s, growth_s)
 
     def _preempt_for_growth(self) -> bool:

@@ -102,6 +102,37 @@ def test_a_prefill_holds_up_whoever_decodes() -> None:
     assert ends_at(slow) - ends_at(plain) == pytest.approx(4 * 0.02)  # one step of its own, three of the other's
 
 
+def test_a_short_prefill_takes_as_long_as_the_least_tokens() -> None:
+    """That counts all prompts of a step together: it is filled up once."""
+    plain = load_profile("qwen3-8b-h100-tp1")
+    least = dataclasses.replace(plain, prefill_least_tokens=1_000)
+
+    def prefilled_at(profile: EngineProfile, *lengths: int) -> float:
+        engine = SimulatedEngine(profile)
+        for number, length in enumerate(lengths):
+            engine.submit(0.0, SimulatedSequence(str(number), length, 1, lambda _: []))
+        return float(engine.next_event_at() or 0.0)
+
+    missing_s = least.prefill_per_ktoken_ms / 1000
+    assert prefilled_at(least, 100) - prefilled_at(plain, 100) == pytest.approx(0.9 * missing_s)
+    assert prefilled_at(least, 100, 300) - prefilled_at(plain, 100, 300) == pytest.approx(0.6 * missing_s)
+    assert prefilled_at(least, 1_000) == prefilled_at(plain, 1_000)
+
+
+@pytest.mark.parametrize("is_quick", [False, True])
+@pytest.mark.parametrize("least_tokens", [0, 512, 1_024])
+def test_a_fit_finds_the_least_tokens_of_a_prefill(least_tokens: int, is_quick: bool) -> None:
+    """With 1 % of noise; what a prefill of 32 or 1,000 tokens takes from others is right, whatever explains it."""
+    truth = dataclasses.replace(load_profile("qwen3-8b-h100-tp1"), slots=64, prefill_least_tokens=least_tokens)
+    batches = plan(truth.slots, 60_000, 32_768, is_quick=is_quick)
+    dice = random.Random(1)
+    walls = [(simulated_s(truth, batch) + 0.005) * dice.gauss(1.0, 0.01) for batch in batches]
+    found = fit([Measurement(batch, wall_s) for batch, wall_s in zip(batches, walls, strict=True)], truth).profile
+    for tokens in (32, 1_000):
+        taken_s = found.prefill_s(tokens) + found.prefill_launch_s(tokens)
+        assert taken_s == pytest.approx(truth.prefill_s(tokens) + truth.prefill_launch_s(tokens), rel=0.1, abs=0.001)
+
+
 def test_outliers_do_not_bend_the_fit() -> None:
     """Every sixth batch takes twice as long, as on a busy machine; the others determine the fit."""
     truth = load_profile("qwen3-14b-h100-tp1")
@@ -161,6 +192,7 @@ def test_a_written_profile_is_read_back(tmp_path: Path) -> None:
         prefill_per_ktoken2_ms=1.25e-7,
         request_ms=8.5,
         prefill_step_ms=21.5,
+        prefill_least_tokens=768,
     )
     file = tmp_path / "mine.toml"
     file.write_text(to_toml("my.model", given), encoding="utf-8")
