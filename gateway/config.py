@@ -390,6 +390,8 @@ class Settings(BaseSettings):
         parts = tuple(part.strip() for part in value.split(",") if part.strip())
         if info.field_name == "api_keys" and not parts:  # a variable that a deployment meant to fill, and did not
             raise ValueError("must not be empty; leave it unset to let anybody use the gateway")
+        if value.lstrip().startswith("["):  # as other programs take a list in a variable
+            raise ValueError("must be separated by commas, without brackets")
         return parts
 
     @classmethod

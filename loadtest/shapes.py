@@ -6,6 +6,8 @@
 A rollout is a burst: all agents begin at once, each plays one trajectory, and the next rollout begins when the last
 agent has ended; the makespan is reported as `AGENT rollout`. A ramp adds agents evenly, each plays one trajectory after
 the other, and the run ends a little after all agents are running.
+
+Both need to know all agents, so a shape runs in one process; `loadtest/locustfile.py` also runs with workers.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from typing import Any
 
 from locust import LoadTestShape
 from locust.argument_parser import LocustArgumentParser
+from locust.runners import MasterRunner, WorkerRunner
 
 # Locust takes the user classes that it finds in the file it is given.
 from loadtest.locustfile import Board, CodingAgent, MathAgent, SearchAgent, events, on_each_run
@@ -34,6 +37,12 @@ def add_arguments(parser: LocustArgumentParser) -> None:
     parser.add_argument("--ramp-s", type=float, default=60.0, help="seconds from the first agent to all")
 
 
+def refuse_workers(runner: Any, **_: Any) -> None:
+    """A master sees no agent, so its run would never end."""
+    if isinstance(runner, MasterRunner | WorkerRunner):
+        raise SystemExit("loadtest/shapes.py runs in one process; use loadtest/locustfile.py with workers")
+
+
 def set_up(environment: Any, **_: Any) -> None:
     """Install a board that hands out rollouts, if the shape is a rollout."""
     options = environment.parsed_options
@@ -42,6 +51,7 @@ def set_up(environment: Any, **_: Any) -> None:
 
 
 events.init_command_line_parser.add_listener(add_arguments)
+events.init.add_listener(refuse_workers)
 # After the agents' own listener, so this board is the one that remains.
 on_each_run(set_up)
 

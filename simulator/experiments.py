@@ -213,7 +213,8 @@ def read_scenario(path: Path, size: Size) -> Scenario:
     if workload.law is None and workload.trace is None:
         workload = replace(workload, trace=size.trace)
     if size.shrink > 1 and workload.trajectories and fleet.gpus:
-        gpus = max(1, fleet.gpus // size.shrink)  # and as many trajectories per GPU as before
+        smallest = min(fleet.tp)  # of its engines; whole ones are left, with as many trajectories per GPU as before
+        gpus = max(1, fleet.gpus // size.shrink // smallest) * smallest
         workload = replace(workload, trajectories=workload.trajectories * gpus // fleet.gpus)
         fleet = replace(fleet, gpus=gpus, tp=tuple(tp for tp in fleet.tp if gpus % tp == 0))
     return replace(scenario, workload=workload, fleet=fleet)

@@ -122,6 +122,14 @@ def test_an_invalid_setting_is_refused_with_its_name(tmp_path: Path, toml: str, 
     assert "\n" not in str(refused.value) and "secret" not in str(refused.value)
 
 
+@pytest.mark.parametrize("setting", ["api_keys", "cors_origins"])
+def test_a_list_in_json_is_refused(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be one key of that text, which nobody sends."""
+    monkeypatch.setenv(f"HEDDLE_{setting.upper()}", '["secret-a", "secret-b"]')
+    with pytest.raises(ConfigError, match=rf"^setting {setting}: must be separated by commas, without brackets$"):
+        load_settings()
+
+
 @pytest.mark.parametrize("value", ["", " ", ",", " , "])
 def test_empty_client_keys_in_the_environment_stop_the_start(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A compose file or a secret that was not filled in gives an empty variable; it used to open the gateway to all."""

@@ -118,6 +118,18 @@ async def test_a_run_whose_server_cannot_be_reached_ends_and_says_so(tmp_path: P
     assert "Traceback" not in output
 
 
+async def test_a_shape_refuses_workers() -> None:
+    """It would not see their agents, and never end."""
+    process = await started("shapes.py", "http://127.0.0.1:1", "--headless", "--master", "--expect-workers", "1")
+    try:
+        output, _ = await asyncio.wait_for(process.communicate(), 60)
+    finally:
+        if process.returncode is None:
+            process.kill()
+    assert process.returncode == 1
+    assert b"runs in one process" in output and b"Traceback" not in output, output
+
+
 async def test_a_gateway_that_lists_no_models_ends_a_rollout(tmp_path: Path) -> None:
     """A gateway without engines refuses every agent."""
     async with running_gateway() as gateway:

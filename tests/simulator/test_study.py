@@ -233,6 +233,14 @@ def test_a_scenario_shrinks_to_one_gpu_at_least(study: Study) -> None:
     assert (case.tps, case.num_trajectories, case.gpus) == ((1,), 8, 1)
 
 
+def test_a_scenario_shrinks_to_whole_engines(study: Study) -> None:
+    """A third of 8 GPUs are 2, of which no engine of TP 4 can be made."""
+    path = study.scenarios / "coding-14b.toml"
+    path.write_text(SCENARIO.replace("tp = [1, 4]", "tp = [4]"))
+    (case,) = read_cases(study.scenarios, Size(shrink=3))
+    assert (case.tps, case.num_trajectories, case.gpus) == ((4,), 32, 4)
+
+
 def test_a_fleet_may_be_reshaped_in_a_study(study: Study) -> None:
     """Such a scenario is played with every TP size that has a profile, as `heddle simulate` plays it."""
     path = study.scenarios / "coding-14b.toml"
