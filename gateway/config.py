@@ -219,6 +219,9 @@ class Settings(BaseSettings):
         ge=0,
         description="Predicted tokens by which a turn must be more urgent to take a slot; a swap costs two prefills.",
     )
+    gather_max_s: float = Field(
+        0.25, ge=0, description="Longest that a turn waits to be prefilled with others; only with a measured profile."
+    )
     trajectory_ttl_s: float = Field(3_600.0, gt=0, description="A trajectory that is idle this long has ended.")
     retention_s: float = Field(3_600.0, gt=0, description="How long an ended trajectory can still be read.")
     max_trajectories: int = Field(

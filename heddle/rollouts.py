@@ -1,5 +1,6 @@
 """One rollout through a separate gateway: the unit with which the demo and `heddle real` compare policies."""
 
+import json
 import os
 import sys
 from collections.abc import AsyncIterator, Sequence
@@ -21,14 +22,27 @@ PATIENCE = {"HEDDLE_START_TIMEOUT_S": "60", "HEDDLE_OBSERVE_TIMEOUT_S": "60"}
 
 
 @asynccontextmanager
-async def local_gateway(engines: Sequence[str], policy: str, work_dir: Path, *flags: str) -> AsyncIterator[str]:
-    """A gateway process in front of these engines, with a separate embedded store; yields its URL."""
+async def local_gateway(
+    engines: Sequence[str], policy: str, work_dir: Path, *flags: str, profile: str | None = None
+) -> AsyncIterator[str]:
+    """A gateway process in front of these engines, with a separate embedded store; yields its URL.
+
+    Args:
+        flags: further ones of `heddle serve`.
+        profile: of all engines; None: the gateway learns how slow they are.
+    """
     port = free_port()
     store = _new_store(work_dir / f"{policy}.sqlite3")
     command = [sys.executable, "-m", "heddle", "serve", "--port", str(port), "--policy", policy]
     command += ["--store", f"sqlite:{store}", *flags]
-    for engine in engines:
-        command += ["--engine", engine]
+    if profile is None:
+        for engine in engines:
+            command += ["--engine", engine]
+    else:
+        config = work_dir / f"gateway-{policy}.toml"
+        tables = [f"[[engines]]\nurl = {json.dumps(engine)}\nprofile = {json.dumps(profile)}\n" for engine in engines]
+        config.write_text("\n".join(tables), encoding="utf-8")
+        command += ["--config", str(config)]
     async with child(command, work_dir / f"gateway-{policy}.log", PATIENCE | os.environ) as gateway:
         url = f"http://127.0.0.1:{port}"
         await gateway.until_ready("gateway", [f"{url}/readyz"], START_TIMEOUT_S)

@@ -1,10 +1,10 @@
 """`heddle trial`: the same rollout on running engines under one policy after the other, and each in virtual time.
 
 The first engine is measured as by `heddle profile`, unless a profile is given. Then each seed's workload is played
-behind a gateway of its own, from empty prefix caches, and simulated with the profile: with the prompts as long as the
-engines counted them, because an answer that comes back as text may be more tokens than it was. What gateway and agent
-take of a turn is measured by one trajectory of tiny turns, and extends the simulated tool calls. The workload so played
-is kept as `played-POLICY-SEED.jsonl`, for `heddle simulate --trace`.
+behind a gateway of its own, which knows the profile, from empty prefix caches. And it is simulated: with the prompts as
+long as the engines counted them, because an answer that comes back as text may be more tokens than it was. What gateway
+and agent take of a turn is measured by one trajectory of tiny turns, and extends the simulated tool calls. The workload
+so played is kept as `played-POLICY-SEED.jsonl`, for `heddle simulate --trace`.
 """
 
 import argparse
@@ -114,14 +114,15 @@ async def _run(parsed: argparse.Namespace, policies: Sequence[str], console: Con
     engines: list[str] = parsed.engines
     trials: list[Trial] = []
     profile = await _profile_of(parsed, console)
+    named = parsed.profile or f"{parsed.out}:{profile.name}"
     workloads = {seed: _drawn(parsed, seed, profile) for seed in parsed.seed or [1]}
-    probe = await _played(PROBE, "heddle", engines, parsed.work_dir, console)
+    probe = await _played(PROBE, "heddle", engines, named, parsed.work_dir, console)
     overhead_s = overhead_of(probe.makespan_s, profile)
     console.print(f"{1e3 * overhead_s:.1f} ms of a turn are outside the engine.")
     for seed, workload in workloads.items():
         for policy in policies:
             before = await _counted(engines)
-            result = await _played(workload, policy, engines, parsed.work_dir, console)
+            result = await _played(workload, policy, engines, named, parsed.work_dir, console)
             after = await _counted(engines)
             counted = None if before is None or after is None else after - before
             played = as_played(workload, result)
@@ -172,12 +173,12 @@ async def _profile_of(parsed: argparse.Namespace, console: Console) -> EnginePro
 
 
 async def _played(
-    workload: Workload, policy: str, engines: Sequence[str], work_dir: Path, console: Console
+    workload: Workload, policy: str, engines: Sequence[str], profile: str, work_dir: Path, console: Console
 ) -> RolloutResult:
     """A rollout from empty prefix caches. Answers are not streamed, so gateway and agents take little."""
     for engine in engines:
         await clear_prefix_cache(engine)
-    async with local_gateway(engines, policy, work_dir, "--log-level", "warning") as gateway:
+    async with local_gateway(engines, policy, work_dir, "--log-level", "warning", profile=profile) as gateway:
         settings = ReplaySettings(f"{gateway}/v1", stream_share=0.0, client="raw")
         return await play(workload, policy, settings, console)
 
@@ -219,7 +220,11 @@ def _as_played(trajectory: Trajectory, played: Sequence[TurnResult]) -> Trajecto
 
 
 def simulated_makespan_s(
-    workload: Workload, profiles: Sequence[EngineProfile], policy: str, overhead_s: float
+    workload: Workload,
+    profiles: Sequence[EngineProfile],
+    policy: str,
+    overhead_s: float,
+    limits: Limits = Limits(),  # noqa: B008 - it is frozen
 ) -> float:
     """A rollout in virtual time. The time of a turn outside the engine extends its tool call."""
 
@@ -228,7 +233,7 @@ def simulated_makespan_s(
 
     trajectories = tuple(replace(t, turns=tuple(map(longer, t.turns))) for t in workload.trajectories)
     slowed = replace(workload, trajectories=trajectories)
-    return Rollout(slowed, list(profiles), policy_named(policy), Limits(), TabularPredictor()).run().makespan_s
+    return Rollout(slowed, list(profiles), policy_named(policy), limits, TabularPredictor()).run().makespan_s
 
 
 def comparison(trials: Sequence[Trial]) -> Table:

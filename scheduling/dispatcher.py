@@ -71,6 +71,7 @@ class Dispatcher:
         self._to_fill: set[str] = set()
         self._check_again_at = at
         self._preempts = policy.preempts and can_preempt
+        self._gather_max_s = limits.gather_max_s if policy.gathers else 0.0
         self._has_ranks = policy.partition is not None
 
     # --- turns and trajectories that come and go ------------------------------------------------------------
@@ -361,6 +362,9 @@ class Dispatcher:
         turn.become(RUNNING)
         turn.leg += 1
         turn.began_at, turn.stop_asked_at = self.at, None
+        send_at = 0.0
+        if engine.may_gather and self._gather_max_s:
+            send_at = engine.send_at(self._uncached(turn, engine), self.at, self._gather_max_s)
         self._queues.run(turn, engine)
         old_home = self._home(trajectory) if enters else None
         is_new_home = self._settle_at(trajectory, engine, actions)
@@ -369,11 +373,16 @@ class Dispatcher:
         if trajectory.group_id and not trajectory.num_turns:
             engine.remember_prompt(trajectory.group_id, turn.facts.prompt_tokens)
         priority = turn.key[0] * HINT_TOKENS + int(turn.key[1])
-        actions.append(Dispatch(turn.turn_id, turn.leg, engine.spec.engine_id, priority, why))
+        actions.append(Dispatch(turn.turn_id, turn.leg, engine.spec.engine_id, priority, why, send_at))
         if enters and self._policy.is_sticky:
             self._call_home(trajectory, actions)
             if is_new_home and old_home is not None:
                 self.fill(old_home, actions)
+
+    def _uncached(self, turn: Turn, engine: Engine) -> int:
+        """The tokens that a turn which begins at an engine has prefilled there, if its context is still there."""
+        is_home = turn.trajectory.home == engine.spec.engine_id
+        return turn.facts.prompt_tokens + turn.kept_tokens - (turn.trajectory.context_tokens if is_home else 0)
 
     def _settle_at(self, trajectory: Trajectory, engine: Engine, actions: list[Action]) -> bool:
         """Make an engine a trajectory's home. Returns whether that is a change."""

@@ -11,6 +11,7 @@ from operator import itemgetter
 
 from scheduling.cost import EngineProfile
 from scheduling.estimate import Work, estimate_finish_s, vague_tokens
+from scheduling.gathering import Gathering
 from scheduling.placement import UNKNOWN_S, UNMEASURED, EngineFacts
 from scheduling.prompts import Prompts
 from scheduling.slowness import LEARNS_EVERY_S, Slowness
@@ -47,7 +48,9 @@ class Engine:
         tool_calls: how long the fleet's tool calls take.
         reserved_for: a waiting turn that it gathers room for. Other turns enter only if they are more urgent.
         slowness: how slow it is, if nobody measured it.
+        gathering: the legs that begin here.
         room: tokens of the longest context that it can ever hold; infinite if unknown.
+        may_gather: it is known that legs which begin together save it time.
         learns_at: from when on it learns from the next turn that ends here; never if its profile is known.
     """
 
@@ -69,7 +72,9 @@ class Engine:
     reserved_for: Turn | None = None
     longest_at: float = 0.0
     slowness: Slowness = field(default_factory=Slowness)
+    gathering: Gathering = field(default_factory=Gathering)
     room: float = field(init=False)
+    may_gather: bool = field(init=False)
     learns_at: float = field(init=False)
     _timing: EngineProfile = field(init=False)
     _facts: EngineFacts = field(init=False)
@@ -132,6 +137,12 @@ class Engine:
     def give_ranks(self, first: float, end: float) -> None:
         """Set the ranks that a partition gives to it, as shares of the number of trajectories."""
         self._facts.ranks = first, end
+
+    def send_at(self, num_tokens: int, at: float, max_s: float) -> float:
+        """When a leg that may begin now and prefills this many tokens is sent; 0: at once."""
+        launch_s = self._timing.prefill_launch_s(num_tokens)
+        send_at = self.gathering.send_at(at, launch_s, len(self.running), max_s)
+        return send_at if send_at > at else 0.0
 
     def run(self, turn: Turn) -> None:
         """Count a leg that begins here."""
@@ -225,6 +236,7 @@ class Engine:
         self._timing = replace(timing, slots=spec.slots, kv_capacity_tokens=spec.kv_capacity_tokens)
         facts.profile = self._timing if spec.profile else self._timing.slower(self.slowness.ratio)
         self.learns_at = inf if spec.profile else 0.0
+        self.may_gather = timing.prefill_launch_s(0) > 0.0
         self.room = spec.max_context_tokens or spec.kv_capacity_tokens or inf
         facts.tp = spec.tp
         facts.estimate_finish()

@@ -21,6 +21,7 @@ class Policy:
         residency: which trajectories may have KV on an engine; None: engines evict as they like.
         move: where a trajectory moves from its home at a tool return, though it could run there at once; None: nowhere.
         preempts: a waiting turn that is much more urgent than a running one takes its slot, if the driver can preempt.
+        gathers: legs are sent to an engine together, where that saves it more time than they lose (gathering.py).
         partition: gives ranks to engines; None if `place` and `move` do not use ranks.
     """
 
@@ -33,6 +34,7 @@ class Policy:
     residency: Residency | None = None
     move: placement.Move | None = None
     preempts: bool = False
+    gathers: bool = False
     partition: ranks.Partitioner | None = None
 
 
@@ -44,6 +46,7 @@ HEDDLE = Policy(
     place=placement.least_estimated_finish,
     residency=HELD,
     move=placement.lower_the_latest,
+    gathers=True,
 )
 
 # The Heddle paper to the letter (arXiv 2603.28101): longest remaining first, trajectories placed on engines by rank and

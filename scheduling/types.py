@@ -278,6 +278,7 @@ class Dispatch:
         leg: counts the turn's legs from 1; later events about the leg carry it.
         priority: the engine's own priority; lower is earlier.
         why: the reason in a few words, for people.
+        send_at: not before then, so that it begins together with others (gathering.py); 0: at once.
     """
 
     turn_id: str
@@ -285,6 +286,7 @@ class Dispatch:
     engine_id: str
     priority: int
     why: str
+    send_at: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

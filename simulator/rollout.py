@@ -226,7 +226,8 @@ class Rollout:
             kv_arrives_at = self._transfers.arrival(self._agenda.now, agent.rested_at, old, new, pieces)
             if kv_arrives_at is not None:
                 agent.brings = front(pieces, old.engine.num_cached(self._agenda.now, pieces))
-        agent.arrives_at = max(kv_arrives_at or 0.0, self._agenda.now + new.profile.request_ms / 1000)
+        sent_at = max(self._agenda.now, action.send_at)
+        agent.arrives_at = max(kv_arrives_at or 0.0, sent_at + new.profile.request_ms / 1000)
         if agent.arrives_at > self._agenda.now:
             self._agenda.note(agent.arrives_at, self._arrives, agent.trajectory.trajectory_id)
         else:

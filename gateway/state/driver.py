@@ -33,7 +33,10 @@ class LiveTurn(Protocol):
         """Stop the running leg, to be dispatched again; False if it cannot be paused."""
 
     def dispatched(self, dispatch: Dispatch) -> None:
-        """Run this leg."""
+        """Run this leg; if it is to be sent later, once it is released."""
+
+    def release(self) -> None:
+        """Send the leg that was held."""
 
     def rejected(self, reject: Reject) -> None:
         """The turn will not be served."""
@@ -118,6 +121,9 @@ class Driver:
             case Dispatch():
                 if (turn := self._live.get(action.turn_id)) is not None:
                     turn.dispatched(action)
+                    if action.send_at:
+                        held_s = max(action.send_at - self.clock(), 0.0)
+                        asyncio.get_running_loop().call_later(held_s, turn.release)
             case Reject():
                 if (turn := self._live.get(action.turn_id)) is not None:
                     turn.rejected(action)

@@ -61,7 +61,7 @@ class HotTurns:
     def take(self, turn: Turn, client: Exchange) -> bool:
         """Run the first leg of an arrived turn; False, with nothing done, if the leg must be awaited."""
         dispatch = turn.dispatch
-        if dispatch is None or client.disconnected:
+        if dispatch is None or turn.is_held or client.disconnected:
             return False
         turn.first_dispatch_at = self.clock()
         try:

@@ -38,6 +38,7 @@ class Turn:
         versions: of the weights that the engine of its last leg had during it.
         stale_version: the version among these, or among its trajectory's, that is so old that the turn was stopped;
             None if none is.
+        is_held: its leg waits to be sent, so that it begins together with others.
         last_error: why its last leg failed.
         digest: of its request, once it was needed.
         packed_answer: its answer as it is stored, once it was needed.
@@ -62,6 +63,7 @@ class Turn:
         "first_byte_at",
         "first_dispatch_at",
         "heartbeat",
+        "is_held",
         "key",
         "kv_by",
         "last_error",
@@ -111,6 +113,7 @@ class Turn:
         self.made_before: list[Made] = []
         self.versions_before: list[str] = []
         self.saved_at, self.num_parts, self.written_as = arrived_at, 0, ""  # of its tokens, while it runs
+        self.is_held = False
         self._can_pause = False
         self._reject: Reject | None = None
         self._decision: asyncio.Future[None] | None = None
@@ -123,8 +126,15 @@ class Turn:
     # --- what the scheduler decides -------------------------------------------------------------------------
 
     def dispatched(self, dispatch: Dispatch) -> None:
-        """Run this leg."""
+        """Run this leg; if it is to be sent later, once it is released."""
         self.dispatch, self.leg, self.priority = dispatch, dispatch.leg, dispatch.priority
+        self.is_held = dispatch.send_at > 0.0
+        if not self.is_held:
+            self._decide()
+
+    def release(self) -> None:
+        """Send the leg that was held."""
+        self.is_held = False
         self._decide()
 
     def rejected(self, reject: Reject) -> None:
@@ -143,8 +153,8 @@ class Turn:
             self.pause()
 
     async def next_leg(self) -> Dispatch:
-        """Wait for the scheduler's decision. Raises Refused, or Stopped."""
-        if self.dispatch is None and self._reject is None:
+        """Wait for the scheduler's decision, and until the leg may be sent. Raises Refused, or Stopped."""
+        if self.is_held or (self.dispatch is None and self._reject is None):
             self._decision = asyncio.get_running_loop().create_future()
             with self.stoppable():
                 await self._decision

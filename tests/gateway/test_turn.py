@@ -11,6 +11,7 @@ from gateway.turns.turn import Turn
 from scheduling.types import Abort, Dispatch, Fault
 
 DISPATCH = Dispatch("t", 1, "engine", 0, "entered")
+HELD = Dispatch("t", 1, "engine", 0, "entered", send_at=5.0)
 LOST = Abort("t", 1, Fault.ENGINE)
 
 
@@ -37,6 +38,49 @@ async def test_a_leg_whose_engine_is_lost_before_it_begins_fails() -> None:
     with pytest.raises(Stopped) as stopped, turn.stoppable():
         pytest.fail("the leg began")
     assert stopped.value.fault is Fault.ENGINE
+
+
+async def test_a_held_leg_begins_when_it_is_released() -> None:
+    """And not before, whether the turn waited for it or asks later."""
+    turn = new_turn()
+    task = await waiting(turn)
+    turn.dispatched(HELD)
+    await asyncio.sleep(0)
+    assert not task.done() and turn.is_held
+    turn.release()
+    assert await task == HELD
+    turn.dispatched(HELD)
+    task = await waiting(turn)
+    assert not task.done()
+    turn.release()
+    assert await task == HELD
+
+
+async def test_a_held_leg_whose_engine_is_lost_fails_as_one_that_began() -> None:
+    """So that it is tried elsewhere."""
+    turn = new_turn()
+    task = await waiting(turn)
+    turn.dispatched(HELD)
+    await asyncio.sleep(0)
+    turn.aborted(LOST)
+    turn.release()
+    assert await task == HELD
+    with pytest.raises(Stopped) as stopped, turn.stoppable():
+        pytest.fail("the leg began")
+    assert stopped.value.fault is Fault.ENGINE
+
+
+@pytest.mark.parametrize("fault", [Fault.CLIENT_LEFT, Fault.CLOSED])
+async def test_a_held_turn_is_stopped_at_once(fault: Fault) -> None:
+    """Under the number of the leg that it was to run, of which the scheduler knows."""
+    turn = new_turn()
+    task = await waiting(turn)
+    turn.dispatched(HELD)
+    turn.stop(fault)
+    with pytest.raises(Stopped) as stopped:
+        await task
+    assert stopped.value.fault is fault and turn.leg == HELD.leg
+    turn.release()  # its timer still comes
 
 
 @pytest.mark.parametrize("is_lost_first", [True, False])

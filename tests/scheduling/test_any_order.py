@@ -19,7 +19,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from engines.profiles import load_profile
 from scheduling.admission import Admission
+from scheduling.cost import EngineProfile
 from scheduling.engine import Engine
 from scheduling.limits import Limits
 from scheduling.policy import HEDDLE, POLICIES, Policy
@@ -70,6 +72,7 @@ LIMITS = Limits(
     retention_s=10.0,
     max_trajectories=5,
 )
+EAGER = replace(load_profile("toy-cpu-tp1"), prefill_step_ms=900.0)
 ENGINES = ["A", "B", "C"]
 TRAJECTORIES = ["t0", "t1", "t2", "t3", "t4", "t5", "t6"]
 MODELS = ["x", "y"]
@@ -217,9 +220,18 @@ class AnyOrder(RuleBasedStateMachine):
         slots=st.integers(1, 3),
         kv=st.sampled_from([0, KV, KV, KV // 2]),
         accepting=st.sampled_from([True, True, False]),
+        profile=st.sampled_from([None, None, EAGER]),
     )
-    def report(self, engine_id: str, models: tuple[str, ...], slots: int, kv: int, accepting: bool) -> None:
-        self.engines[engine_id] = EngineSpec(engine_id, frozenset(models), slots, kv)
+    def report(
+        self,
+        engine_id: str,
+        models: tuple[str, ...],
+        slots: int,
+        kv: int,
+        accepting: bool,
+        profile: EngineProfile | None,
+    ) -> None:
+        self.engines[engine_id] = EngineSpec(engine_id, frozenset(models), slots, kv, profile=profile)
         (self.cordoned.discard if accepting else self.cordoned.add)(engine_id)
         self.handle(EngineReported(self.at, self.engines[engine_id], accepting=accepting))
 
@@ -311,6 +323,7 @@ class AnyOrder(RuleBasedStateMachine):
         assert dispatch.leg == leg + 1 and self.num_faults[dispatch.turn_id] < LIMITS.max_attempts
         assert dispatch.engine_id in self.engines and dispatch.engine_id not in self.cordoned
         assert self.saved_homes[trajectory_id] == dispatch.engine_id
+        assert not dispatch.send_at or self.at < dispatch.send_at <= self.at + LIMITS.gather_max_s
         assert not self.is_too_small(
             dispatch.engine_id, self.scheduler.trajectories[trajectory_id].turns[dispatch.turn_id]
         )

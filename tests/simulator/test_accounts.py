@@ -80,6 +80,7 @@ class RecordingPredictor:
     slots=st.sampled_from([1, 3, 50]),
     faults=st.sampled_from([Faults(), Faults(leaving_share=0.5), Faults(deaths_per_hour=300.0, relaunch_s=9.0)]),
     reshape=st.sampled_from([None, Reshape(every_s=15.0, min_gain_share=0.0), Reshape(7.0, 20.0, 0.0)]),
+    least_tokens=st.sampled_from([0, 20_000]),
 )
 @example(  # the last trajectory fails when its turn is rejected
     number=17,
@@ -88,9 +89,10 @@ class RecordingPredictor:
     slots=3,
     faults=Faults(deaths_per_hour=300.0, relaunch_s=9.0),
     reshape=Reshape(every_s=15.0, min_gain_share=0.0),
+    least_tokens=0,
 )
 def test_an_outcome_agrees_with_the_log(
-    number: int, seed: int, policy: str, slots: int, faults: Faults, reshape: Reshape | None
+    number: int, seed: int, policy: str, slots: int, faults: Faults, reshape: Reshape | None, least_tokens: int
 ) -> None:
     """Turns, tokens, contexts, legs, moves and pauses of each trajectory, and the contexts that were asked for. Engines
     never have more GPUs than the fleet, and a new engine starts only when a relaunch is over."""
@@ -99,7 +101,7 @@ def test_an_outcome_agrees_with_the_log(
     predictor: Any = RecordingPredictor(workload)
     outcome = Rollout(
         workload,
-        [replace(TP1, slots=slots)] * 4,
+        [replace(TP1, slots=slots, prefill_least_tokens=least_tokens)] * 4,
         POLICIES[policy],
         Limits(queue_timeout_s=1e6),
         predictor,

@@ -10,6 +10,7 @@ import pytest
 from engines.profiles import load_profile
 from engines.profiling import Batch, Fit, Measurement, fit
 from heddle.trial import overhead_of, simulated_makespan_s
+from scheduling.limits import Limits
 from workloads.laws import draw, law_named
 from workloads.trajectories import Workload
 
@@ -19,6 +20,9 @@ PROBE_S = 1.606
 """What the trajectory of tiny turns took there, through gateway and agent."""
 TEMPLATE_TOKENS = 21
 """What the model's template adds once to a trajectory, with its second turn."""
+
+AT_ONCE = Limits(gather_max_s=0.0)
+"""The gateway did not know the profile, and so gathered no turns."""
 
 
 def measurements() -> Iterator[Measurement]:
@@ -67,5 +71,5 @@ def test_the_fit_explains_the_batches(fitted: Fit) -> None:
 def test_a_simulated_rollout_takes_as_long_as_on_the_gpu(fitted: Fit, policy: str, seed: int, real_s: float) -> None:
     """Within 10 %."""
     overhead_s = overhead_of(PROBE_S, fitted.profile)
-    simulated_s = simulated_makespan_s(played(seed), [fitted.profile], policy, overhead_s)
+    simulated_s = simulated_makespan_s(played(seed), [fitted.profile], policy, overhead_s, AT_ONCE)
     assert simulated_s == pytest.approx(real_s, rel=0.1)

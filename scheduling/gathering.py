@@ -1,0 +1,52 @@
+"""When a leg that an engine may run is sent there: at once, or together with the next ones.
+
+A step that prefills takes longer by the engine's `prefill_launch_s`, for everyone who decodes there, whether it
+prefills one short prompt or ten. Where turns are short, most steps prefill, and legs that are sent together pay once.
+If legs begin at a rate and are gathered for T seconds each time, those that run lose `launch_s * num_running / T` per
+second, and those that gather `rate * T / 2`. The sum is least at `T = sqrt(2 * launch_s * num_running / rate)`, the
+economic order quantity (Harris 1913). A leg is sent at once if waiting for one more costs it more than that would save.
+"""
+
+from math import sqrt
+
+# Legs over which the rate at an engine is averaged: enough for a rate, few enough to follow a rollout's tail.
+_NUM_LEGS = 16
+
+
+class Gathering:
+    """The legs of one engine.
+
+    Attributes:
+        sends_at: when those that gather now are sent, or the last ones were.
+    """
+
+    __slots__ = ("_interval_s", "_last_at", "_num_legs", "sends_at")
+
+    def __init__(self) -> None:
+        self.sends_at = 0.0
+        self._interval_s = 0.0
+        self._last_at = 0.0
+        self._num_legs = 0
+
+    def send_at(self, at: float, launch_s: float, num_running: int, max_s: float) -> float:
+        """When to send a leg that may begin now.
+
+        Args:
+            launch_s: by how much the step that prefills it takes longer, beside its own tokens; 0: it fills a step.
+            num_running: legs that would wait for that step.
+            max_s: for no longer than this.
+        """
+        self._note(at)
+        if at < self.sends_at:
+            return self.sends_at if launch_s else at
+        saved_s = launch_s * num_running
+        if self._num_legs < _NUM_LEGS or saved_s <= self._interval_s:
+            return at
+        self.sends_at = at + min(sqrt(2.0 * saved_s * self._interval_s), max_s)
+        return self.sends_at
+
+    def _note(self, at: float) -> None:
+        if self._num_legs:
+            self._interval_s += (at - self._last_at - self._interval_s) / min(self._num_legs, _NUM_LEGS)
+        self._last_at = at
+        self._num_legs += 1
