@@ -11,7 +11,7 @@ order. Rules:
 5. An aborted trajectory stays aborted.
 
 dispatcher.py decides where a waiting turn queues or runs (rules 6 to 10), admission.py whether it may enter an engine
-(rules 11 to 15).
+(rules 11 to 15), gathering.py whether its leg is sent at once or together with the next ones.
 """
 
 from collections.abc import Iterable
