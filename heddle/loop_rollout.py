@@ -203,6 +203,7 @@ async def _gateway(loop: Loop, folder: Path, environment: dict[str, str]) -> Asy
         "HEDDLE_QUEUE_TIMEOUT_S": "100000",
         "HEDDLE_AGEING_TOKENS_PER_S": str(limits.ageing_tokens_per_s * loop.speed_up),
         "HEDDLE_PREEMPT_AFTER_S": str(limits.preempt_after_s / loop.speed_up),
+        "HEDDLE_GATHER_MAX_S": str(limits.gather_max_s / loop.speed_up),
         "HEDDLE_LOG_LEVEL": "warning",
     }
     if limits.entry_patience_s is not None:

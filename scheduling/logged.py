@@ -14,4 +14,6 @@ def logged(at: float, kind: str, said: Event | Action) -> dict[str, Any]:
     """
     fields: dict[str, Any] = {"at": at, "kind": kind, "type": type(said).__name__}
     fields |= {name: getattr(said, name) for name in said.__dataclass_fields__ if name != "at"}
+    if fields.get("send_at") == 0.0:
+        del fields["send_at"]  # at once, as in the logs of versions that gathered nothing
     return fields

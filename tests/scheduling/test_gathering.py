@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from engines.profiles import load_profile
 from scheduling.gathering import Gathering
 from scheduling.limits import Limits
+from scheduling.logged import logged
 from scheduling.policy import HEDDLE, HEDDLE_PAPER, Policy
 from scheduling.types import Dispatch
 from tests.scheduling.fleet import Fleet
@@ -112,6 +113,13 @@ def test_what_is_cached_at_home_is_not_prefilled() -> None:
 def test_turns_are_sent_at_once_otherwise(policy: Policy, profile: object, limits: dict[str, float]) -> None:
     """Under the paper's policy, at an engine that nobody measured or that has graphs for prefills, and if told so."""
     assert dispatched(busy_fleet(policy, profile, **limits)).send_at == 0.0
+
+
+def test_a_log_has_the_time_of_those_that_are_held() -> None:
+    """The others are written as before there were any, so older logs still replay."""
+    held = dispatched(busy_fleet(HEDDLE))
+    assert logged(1.0, "action", held)["send_at"] == held.send_at
+    assert "send_at" not in logged(1.0, "action", replace(held, send_at=0.0))
 
 
 def test_a_short_bound_holds() -> None:
