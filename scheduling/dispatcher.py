@@ -365,6 +365,8 @@ class Dispatcher:
         send_at = 0.0
         if engine.may_gather and self._gather_max_s:
             send_at = engine.send_at(self._uncached(turn, engine), self.at, self._gather_max_s)
+            if send_at:
+                why = f"{why}, gathered for {send_at - self.at:.3f} s"
         self._queues.run(turn, engine)
         old_home = self._home(trajectory) if enters else None
         is_new_home = self._settle_at(trajectory, engine, actions)

@@ -89,6 +89,7 @@ def test_short_turns_gather_at_a_busy_engine() -> None:
     send_at = dispatched(fleet).send_at
     fleet.arrive("short", prompt=230)
     assert dispatched(fleet).send_at == send_at
+    assert dispatched(fleet).why == f"entered, gathered for {send_at - fleet.at:.3f} s"
     fleet.arrive("long", prompt=2_000)
     assert dispatched(fleet).send_at == 0.0
 
