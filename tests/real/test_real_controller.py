@@ -75,9 +75,11 @@ async def test_two_servers_become_one_and_two_again_during_a_rollout(
     tiny_model: Path,
     vllm_venv: Path,
     capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """2 x TP 1 -> 1 x TP 2 -> 2 x TP 1: no turn fails, every greedy answer equals that of an undisturbed fleet, and in
     its first turn at a new home each trajectory finds at least 90 % of its context, fetched over NIXL."""
+    caplog.set_level("INFO", "heddle")
     settings = {"observe_interval_s": 0.2, "token_legs": "auto", "kv_move_timeout_s": 25.0} | PATIENT
     async with running_gateway(**settings) as gateway:
         fleet = real_fleet(tmp_path, gateway.url, tiny_model, vllm_venv, {"kv_transfer": "nixl"})
@@ -90,7 +92,8 @@ async def test_two_servers_become_one_and_two_again_during_a_rollout(
             await rollout.check_undisturbed()
             seconds = controller.journal.state.phase_s
     assert len(shares) >= NUM_AGENTS and min(shares) >= 0.9, shares
-    assert moves["fetched"] >= 2 * NUM_AGENTS and not moves["failed"], moves
+    told = [vars(record)["fields"] for record in caplog.records if record.msg == "kv moved"]
+    assert moves["fetched"] >= 2 * NUM_AGENTS and not moves["failed"], told
     with capsys.disabled():
         print(
             f"\n{rollout.num_turns} turns, none failed, none altered; {len(shares)} first turns at a new home,", end=""
