@@ -383,8 +383,9 @@ class Dispatcher:
 
     def _uncached(self, turn: Turn, engine: Engine) -> int:
         """The tokens that a turn which begins at an engine has prefilled there, if its context is still there."""
+        num_tokens = turn.facts.prompt_tokens + turn.kept_tokens
         is_home = turn.trajectory.home == engine.spec.engine_id
-        return turn.facts.prompt_tokens + turn.kept_tokens - (turn.trajectory.context_tokens if is_home else 0)
+        return max(num_tokens - turn.trajectory.context_tokens, 0) if is_home else num_tokens
 
     def _settle_at(self, trajectory: Trajectory, engine: Engine, actions: list[Action]) -> bool:
         """Make an engine a trajectory's home. Returns whether that is a change."""

@@ -14,16 +14,12 @@ _NUM_LEGS = 16
 
 
 class Gathering:
-    """The legs of one engine.
+    """The legs of one engine."""
 
-    Attributes:
-        sends_at: when those that gather now are sent, or the last ones were.
-    """
-
-    __slots__ = ("_interval_s", "_last_at", "_num_legs", "sends_at")
+    __slots__ = ("_interval_s", "_last_at", "_num_legs", "_sends_at")
 
     def __init__(self) -> None:
-        self.sends_at = 0.0
+        self._sends_at = 0.0  # when those that gather now are sent, or the last ones were
         self._interval_s = 0.0
         self._last_at = 0.0
         self._num_legs = 0
@@ -37,13 +33,13 @@ class Gathering:
             max_s: for no longer than this.
         """
         self._note(at)
-        if at < self.sends_at:
-            return self.sends_at if launch_s else at
+        if at < self._sends_at:
+            return self._sends_at if launch_s else at
         saved_s = launch_s * num_running
         if self._num_legs < _NUM_LEGS or saved_s <= self._interval_s:
             return at
-        self.sends_at = at + min(sqrt(2.0 * saved_s * self._interval_s), max_s)
-        return self.sends_at
+        self._sends_at = at + min(sqrt(2.0 * saved_s * self._interval_s), max_s)
+        return self._sends_at
 
     def _note(self, at: float) -> None:
         if self._num_legs:

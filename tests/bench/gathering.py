@@ -10,24 +10,20 @@ from dataclasses import replace
 from itertools import product
 from statistics import geometric_mean
 
-from engines.profiles import load_profile
-from engines.profiling import fit
 from heddle.trial import simulated_makespan_s
 from scheduling.cost import EngineProfile
 from scheduling.limits import Limits
-from tests.simulator.test_h200 import KV_TOKENS, NUM_SLOTS, measurements
+from tests.simulator.test_h200 import AT_ONCE, h200
 from workloads.laws import draw, law_named
 
 # Of the coding law: lengths, trajectories, engines and KV tokens of each.
 WORKLOADS = ((0.1, 128, 1, 30_000), (0.1, 400, 4, 30_000), (0.3, 256, 2, 100_000), (1.0, 128, 1, 300_000))
-AT_ONCE = Limits(gather_max_s=0.0)
 TOGETHER = Limits()
 
 
 def engines() -> dict[str, EngineProfile]:
     """The engines, by what a prefill costs others."""
-    model = replace(load_profile("qwen3-8b-h100-tp1"), slots=NUM_SLOTS, kv_capacity_tokens=KV_TOKENS)
-    eager = fit(list(measurements()), model).profile
+    eager = h200().profile
     free = replace(eager, prefill_least_tokens=0)
     return {"as measured": eager, "4 ms a step": replace(free, prefill_step_ms=4.0), "nothing": free}
 

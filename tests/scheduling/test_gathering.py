@@ -102,6 +102,16 @@ def test_what_is_cached_at_home_is_not_prefilled() -> None:
     assert dispatched(fleet).send_at > fleet.at
 
 
+def test_a_prompt_that_became_shorter_saves_no_more_than_an_empty_one() -> None:
+    """An agent that summarised its context. Counted as less than nothing to prefill, it would gather for longer."""
+    shorter, same = busy_fleet(HEDDLE), busy_fleet(HEDDLE)
+    for fleet, prompt in ((shorter, 1_000), (same, 5_000)):
+        fleet.at += 0.3  # what gathered is sent
+        fleet.finish("t24/0", prompt=4_900, output=100)
+        fleet.arrive("t24/1", "t24", prompt=prompt)
+    assert dispatched(shorter).send_at == dispatched(same).send_at > shorter.at
+
+
 @pytest.mark.parametrize(
     ("policy", "profile", "limits"),
     [

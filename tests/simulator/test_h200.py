@@ -34,10 +34,14 @@ def measurements() -> Iterator[Measurement]:
             yield Measurement(batch, float(wall_s))
 
 
-@pytest.fixture(scope="module")
-def fitted() -> Fit:
+def h200() -> Fit:
     h100 = load_profile("qwen3-8b-h100-tp1")
     return fit(list(measurements()), replace(h100, slots=NUM_SLOTS, kv_capacity_tokens=KV_TOKENS))
+
+
+@pytest.fixture(scope="module")
+def fitted() -> Fit:
+    return h200()
 
 
 def played(seed: int) -> Workload:
