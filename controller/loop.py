@@ -160,8 +160,8 @@ class Controller:
         self.ask(self._tended())
         state = self.journal.state
         wanted_ids = {one.server_id for one in state.wanted}
-        for one in self.seen:
-            if one.is_serving and not one.has_served and one.server_id in wanted_ids:
+        for one in self.seen:  # also those that are to leave: before they do, a restarted gateway is told of them again
+            if one.is_serving and not one.has_served and one.server_id not in self._tasks:
                 self.journal.write(kind="served", server_id=one.server_id, at=time.time())
         known = {one.server_id for one in self.seen} | {one.server_id for one in (*state.wanted, *state.spares)}
         noted = {*state.drained, *state.moved, *state.stopped, *state.rest}

@@ -248,8 +248,10 @@ async def test_a_gateway_restarted_during_a_change_gets_its_engines_back(tmp_pat
     launcher = launcher_for(fleet)
     async with stopped_at_the_end(fleet), controller(fleet, launcher) as made:
         async with running_gateway(observe_interval_s=0.1, port=port):
-            while [one.is_serving for one in made.seen] != [True] * 4:
+            while len(made.journal.state.urls) < 4:
                 await made.tick()
+            while [one.is_serving for one in made.seen] != [True] * 4:
+                await made.observe()  # and nothing is recorded of it before another fleet is asked for
             made.ask(made.desired.scaled([2, 2], made.observed()))
             while [one.is_alive for one in made.seen].count(True) != 3 or len(made.seen) < 5:
                 await made.tick()
