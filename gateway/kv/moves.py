@@ -68,6 +68,7 @@ class KvMoves:
         self._metrics = metrics
         self._is_sticky = is_sticky
         self._under_way: dict[str, _UnderWay] = {}
+        self._of_turns: dict[asyncio.Future[None], str] = {}  # what is done when a turn's own move has ended, by source
         self._at_once = asyncio.Semaphore(settings.kv_moves_at_once)
         self._transfers = Transfers(settings, fleet)
 
@@ -91,9 +92,9 @@ class KvMoves:
         """Wait for the moves away from an engine. Returns how many are still under way at the timeout."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                while tasks := self._tasks_from(source):  # a move that is broken off may be followed by another one
-                    await asyncio.wait(tasks)
-        return len(self._tasks_from(source))
+                while moves := self._moves_from(source):  # a move that is broken off may be followed by another one
+                    await asyncio.wait(moves)
+        return len(self._moves_from(source))
 
     def may_bring(self, turn: Turn, member: Member) -> bool:
         """Whether `bring` may have something to wait for."""
@@ -118,8 +119,7 @@ class KvMoves:
         if num_tokens < self._settings.kv_move_min_tokens:
             return
         source = self._source(context.engine_id, member, context) if context.model == turn.ask.model else None
-        asked = await self.contexts.request(trajectory_id, turn) if source is not None else None
-        is_brought = asked is not None and await self._counted(trajectory_id, *asked, source, member)
+        is_brought = source is not None and await self._fetched(turn, source, member)
         # For a turn that continues, engines do not report how much they found cached.
         context.is_awaited = not is_brought and not turn.choices and _can_load(context, member)
 
@@ -141,11 +141,23 @@ class KvMoves:
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._transfers.close()
 
-    def _tasks_from(self, source: str) -> "list[asyncio.Task[None]]":
+    def _moves_from(self, source: str) -> "list[asyncio.Future[None]]":
         tasks = [one.task for one in self._under_way.values() if one.task and one.source == source]
-        return [task for task in tasks if not task.done()]
+        of_turns = [ended for ended, other in self._of_turns.items() if other == source]
+        return [*(task for task in tasks if not task.done()), *of_turns]
 
     # --- one move -------------------------------------------------------------------------------------------
+
+    async def _fetched(self, turn: Turn, source: Member, target: Member) -> bool:
+        """Bring a turn's KV from another engine, which is not evacuated before that has ended."""
+        ended = asyncio.get_running_loop().create_future()
+        self._of_turns[ended] = source.engine_id
+        try:
+            asked = await self.contexts.request(turn.ask.trajectory_id, turn)
+            return asked is not None and await self._counted(turn.ask.trajectory_id, *asked, source, target)
+        finally:
+            del self._of_turns[ended]
+            ended.set_result(None)
 
     async def _has_ended(self, under_way: _UnderWay) -> bool:
         """Wait for a move in a tool call; False if that took as long as a move may: then nothing else is tried."""

@@ -51,6 +51,22 @@ async def test_an_evacuation_reports_whether_all_moves_have_ended() -> None:
         assert await fleet.moves() == {"failed": 1, "prefilled": 1}
 
 
+async def test_an_engine_is_not_evacuated_while_a_turn_fetches_from_it() -> None:
+    """It gets no more turns, and one that begins elsewhere fetches its own KV. A controller stopped the engine in the
+    middle of that."""
+    hanging = Fault("hang", path="/simulate/kv", count=1)
+    async with running_fleet(engine(hanging), engine(), kv_move_timeout_s=25.0) as fleet:
+        home, target = map(id_of, fleet.urls)
+        messages = await fleet.begin_at_first()
+        await fleet.act(target, "uncordon")
+        await fleet.act(home, "cordon")
+        turn = asyncio.create_task(fleet.turn("t", messages))
+        await eventually(lambda: _offers_kv(fleet, home))
+        assert not (await fleet.act(home, "drain", timeout_s=0.1))["is_evacuated"]
+        turn.cancel()  # its client leaves, and nothing is fetched any more
+        assert (await fleet.act(home, "drain"))["is_evacuated"]
+
+
 async def test_each_move_is_logged_with_its_engines_and_its_outcome(caplog: pytest.LogCaptureFixture) -> None:
     """A fetch that failed and the prefill after it: whose KV, from where to where, how much, and why it failed."""
     caplog.set_level(logging.INFO, LOGGER.name)

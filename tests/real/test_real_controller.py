@@ -93,7 +93,7 @@ async def test_two_servers_become_one_and_two_again_during_a_rollout(
             seconds = controller.journal.state.phase_s
     assert len(shares) >= NUM_AGENTS and min(shares) >= 0.9, shares
     told = [vars(record)["fields"] for record in caplog.records if record.msg == "kv moved"]
-    assert moves["fetched"] >= 2 * NUM_AGENTS and not moves["failed"], told
+    assert [one for one in told if one["outcome"] == "failed"] == [] and moves["fetched"] >= 2 * NUM_AGENTS, moves
     with capsys.disabled():
         print(
             f"\n{rollout.num_turns} turns, none failed, none altered; {len(shares)} first turns at a new home,", end=""
