@@ -22,6 +22,7 @@ _LEAST = {
     "prefill_per_ktoken_ms": 0,
     "prefill_per_ktoken2_ms": -math.inf,
     "request_ms": 0,
+    "request_gap_ms": 0,
     "prefill_step_ms": 0,
     "prefill_least_tokens": 0,
 }
@@ -101,6 +102,7 @@ def _profile(content: dict[str, Any], short_name: str, model: dict[str, Any], en
         prefill_per_ktoken2_ms=prefill_per_ktoken2_ms,
         source=content["source"],
         request_ms=float(engine.get("request_ms", 0.0)),
+        request_gap_ms=float(engine.get("request_gap_ms", 0.0)),
         prefill_step_ms=float(engine.get("prefill_step_ms", 0.0)),
         prefill_least_tokens=int(engine.get("prefill_least_tokens", 0)),
     )

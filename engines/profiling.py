@@ -1,9 +1,11 @@
 """Fits an engine profile to measured batches: what to measure, what the simulated engine predicts, and the fit.
 
-Pure: no clock, no sockets; `heddle profile` measures. The wall time of a batch is linear in the profile's coefficients,
-because the sequence of steps depends on lengths and slots alone. So the simulated engine itself, with one coefficient
-set to 1 and the others to 0, gives the columns of the least-squares problem: a fit inverts the simulator, including
-chunked prefill and shrinking batches. The least tokens of a prefill are no coefficient: the best of several is taken.
+Pure: no clock, no sockets; `heddle profile` measures. The wall time of a batch is linear in the profile's coefficients
+as long as the same steps have the same requests. So the simulated engine itself, with one coefficient a little larger,
+gives the columns of the least-squares problem: a fit inverts the simulator, including chunked prefill and shrinking
+batches. Two numbers are no coefficients, and the best of several is taken: the least tokens of a prefill, and the gap
+between requests. If they come one after the other, the coefficients decide which step a request meets, so the fit is
+repeated from where it led (Gauss and Newton).
 """
 
 from collections.abc import Sequence
@@ -24,6 +26,9 @@ BLOCK_TOKENS = 16  # of the prefix cache
 NUM_COEFFICIENTS = 6  # of decode: base, per sequence, per KV; of prefill: linear, quadratic, per step
 _PER_STEP = 5
 LEAST_TOKENS = (0, 128, 256, 384, 512, 768, 1024, 1536, 2048)  # an H200 with a model of 8B has about 1,000
+GAPS_MS = (0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # vLLM on an H200's machine has about 2
+_NUM_ROUNDS = 3  # of a fit with a gap; later ones go back and forth
+_LITTLE = 1e-4  # by which a coefficient is made larger: of its size, and few requests meet another step for it
 _SOON_S = 1e-6  # A batch's other requests come while the first one is prefilled.
 VISIT_TOKENS = 32
 _NUM_VISITS = 12
@@ -122,38 +127,61 @@ def fit(measurements: Sequence[Measurement], engine: EngineProfile) -> Fit:
     num_unknown = NUM_COEFFICIENTS + are_visited
     if len({measurement.batch for measurement in measurements}) < num_unknown:
         raise ValueError(f"a fit needs {num_unknown} different batches, not {len(measurements)}")
-    fits = (_fit(measurements, replace(engine, prefill_least_tokens=least), are_visited) for least in LEAST_TOKENS)
-    return min(fits, key=lambda one: one.mape)
+    together = _with_coefficients(engine, [1.0] * NUM_COEFFICIENTS)
+    fits = [_fit(measurements, replace(together, prefill_least_tokens=n), are_visited, 1) for n in LEAST_TOKENS]
+    at_once = min(fits, key=_mape).profile
+    fits += [_fit(measurements, replace(at_once, request_gap_ms=ms), are_visited, _NUM_ROUNDS) for ms in GAPS_MS]
+    return min(fits, key=_mape)
 
 
-def _fit(measurements: Sequence[Measurement], engine: EngineProfile, are_visited: bool) -> Fit:
-    """The best fit with the engine's `prefill_least_tokens`."""
+def _fit(measurements: Sequence[Measurement], start: EngineProfile, are_visited: bool, num_rounds: int) -> Fit:
+    """The best fit with the `prefill_least_tokens` and `request_gap_ms` of where it starts."""
     walls = np.array([measurement.wall_s for measurement in measurements])
-    columns = np.array([[*response(engine, measurement.batch), 1e-3] for measurement in measurements])
-    columns[:, _PER_STEP] *= are_visited
-    # Dividing by the wall time gives a second of a long batch the same weight as a millisecond of a short one.
-    solution = _least_absolute(columns / walls[:, None], np.ones(len(walls)))
-    predicted = columns @ solution
-    *coefficients, request_ms = map(float, solution)
-    mape = fmean(abs(float(error)) for error in predicted / walls - 1)
-    profile = replace(_with_coefficients(engine, coefficients), request_ms=request_ms)
-    return Fit(profile, tuple(map(float, predicted)), mape)
+    batches = [measurement.batch for measurement in measurements]
+    simulated, fits = _simulated_s(start, batches), list[Fit]()
+    for _ in range(num_rounds):
+        columns = _columns(start, batches, simulated)
+        columns[:, _PER_STEP] *= are_visited
+        gaps_s = simulated - columns @ _coefficients(start)
+        columns = np.column_stack((columns, np.full(len(batches), 1e-3)))
+        # Dividing by the wall time gives a second of a long batch the same weight as a millisecond of a short one.
+        *coefficients, request_ms = _least_absolute(columns / walls[:, None], (walls - gaps_s) / walls).tolist()
+        start = replace(_with_coefficients(start, coefficients), request_ms=request_ms)
+        simulated = _simulated_s(start, batches)
+        predicted = simulated + request_ms / 1000
+        mape = fmean(abs(float(error)) for error in predicted / walls - 1)
+        fits.append(Fit(start, tuple(map(float, predicted)), mape))
+    return min(fits, key=_mape)
 
 
-def response(engine: EngineProfile, batch: Batch) -> list[float]:
-    """The seconds that each coefficient adds to a batch when it is 1, by the simulated engine."""
-    units = np.eye(NUM_COEFFICIENTS).tolist()
-    return [simulated_s(_with_coefficients(engine, unit), batch) for unit in units]
+def _mape(one: Fit) -> float:
+    return one.mape
+
+
+def _columns(profile: EngineProfile, batches: Sequence[Batch], simulated: Matrix) -> Matrix:
+    """The seconds that each coefficient adds to each batch when it is larger by 1, by the simulated engine."""
+    coefficients = _coefficients(profile)
+    columns = []
+    for index, coefficient in enumerate(coefficients):
+        little = _LITTLE * (coefficient or 1.0)
+        larger = [*coefficients[:index], coefficient + little, *coefficients[index + 1 :]]
+        columns.append((_simulated_s(_with_coefficients(profile, larger), batches) - simulated) / little)
+    return np.column_stack(columns)
+
+
+def _simulated_s(profile: EngineProfile, batches: Sequence[Batch]) -> Matrix:
+    return np.array([simulated_s(profile, batch) for batch in batches])
 
 
 def simulated_s(profile: EngineProfile, batch: Batch) -> float:
     """How long a batch takes on a simulated engine of this profile. A visit is prefilled in one of the batch's steps,
-    and makes it longer.
+    and makes it longer. What a request takes beside the steps is not in it, but for the gaps between requests.
     """
     engine = SimulatedEngine(profile)
-    began_at = _play(engine, 0.0, replace(batch, output_tokens=1)) if batch.is_cached else 0.0
+    began_at = _play(engine, 0.0, replace(batch, output_tokens=1), 0.0) if batch.is_cached else 0.0
     visit_s = profile.prefill_s(VISIT_TOKENS) + profile.prefill_launch_s(VISIT_TOKENS)
-    return _play(engine, began_at, batch) - began_at + batch.num_visits * visit_s
+    gap_s = profile.request_gap_ms / 1000
+    return _play(engine, began_at, batch, gap_s) - began_at + batch.num_visits * visit_s
 
 
 def to_toml(short_name: str, profile: EngineProfile) -> str:
@@ -176,12 +204,13 @@ kv_bytes_per_token = {profile.kv_bytes_per_token}
 engines = [
     {{ tp = {profile.tp}, kernel_ms = {_numbers(decode)}, prefill_ms = {_numbers(prefill)}, \
 kv_capacity_tokens = {profile.kv_capacity_tokens}, request_ms = {_number(profile.request_ms)}, \
+request_gap_ms = {_number(profile.request_gap_ms)}, \
 prefill_step_ms = {_number(profile.prefill_step_ms)}, prefill_least_tokens = {profile.prefill_least_tokens} }},
 ]
 """
 
 
-def _play(engine: SimulatedEngine, at: float, batch: Batch) -> float:
+def _play(engine: SimulatedEngine, at: float, batch: Batch, gap_s: float) -> float:
     """When a batch that begins `at` ends; the n-th prompts of all batches have the same tokens."""
 
     kept_tokens = batch.prompt_tokens // BLOCK_TOKENS * BLOCK_TOKENS
@@ -193,11 +222,22 @@ def _play(engine: SimulatedEngine, at: float, batch: Batch) -> float:
         sequence = SimulatedSequence(
             f"{number}/{batch.output_tokens}", batch.prompt_tokens, batch.output_tokens, partial(pieces, number)
         )
-        engine.submit(at + (_SOON_S if number else 0.0), sequence)
+        engine.submit(at + number * gap_s + (_SOON_S if number else 0.0), sequence)
     while (due_at := engine.next_event_at()) is not None:
         engine.advance(due_at)
         at = due_at
     return at
+
+
+def _coefficients(profile: EngineProfile) -> list[float]:
+    return [
+        profile.decode_base_ms,
+        profile.decode_per_sequence_ms,
+        profile.decode_per_kv_ktoken_ms,
+        profile.prefill_per_ktoken_ms,
+        profile.prefill_per_ktoken2_ms,
+        profile.prefill_step_ms,
+    ]
 
 
 def _with_coefficients(engine: EngineProfile, coefficients: Sequence[float]) -> EngineProfile:

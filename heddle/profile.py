@@ -282,7 +282,8 @@ def show(fitted: Fit, measurements: Iterable[Measurement], console: Console) -> 
         f"Prefill: {profile.prefill_per_ktoken_ms:.3f} ms per 1,000 tokens + {profile.prefill_per_ktoken2_ms:.4f}"
         f" per square of them; {profile.prefill_step_ms:.3f} ms for each step that prefills, which counts as at least"
         f" {profile.prefill_least_tokens:,} tokens."
-        f" Beside the engine's steps: {profile.request_ms:.1f} ms a request.\n"
+        f" Beside the engine's steps: {profile.request_ms:.1f} ms a request; those sent together reach them"
+        f" {profile.request_gap_ms:.1f} ms apart.\n"
         f"{profile.slots} slots, {profile.kv_capacity_tokens:,} KV tokens. Mean absolute error {fitted.mape:.1%}.",
         highlight=False,
     )

@@ -3,8 +3,9 @@
 The first engine is measured as by `heddle profile`, unless a profile is given. Then each seed's workload is played
 behind a gateway of its own, which knows the profile, from empty prefix caches. And it is simulated: with the prompts as
 long as the engines counted them, because an answer that comes back as text may be more tokens than it was. What gateway
-and agent take of a turn is measured by one trajectory of tiny turns, and extends the simulated tool calls. The workload
-so played is kept as `played-POLICY-SEED.jsonl`, for `heddle simulate --trace`.
+and agent take of a turn is measured by one trajectory of tiny turns, and extends the simulated tool calls. A crowd of
+such trajectories shows how far apart requests reach the engine: a chat takes its front end longer than the prompts
+of `heddle profile`. The workload so played is kept as `played-POLICY-SEED.jsonl`, for `heddle simulate --trace`.
 """
 
 import argparse
@@ -19,6 +20,7 @@ from rich.table import Table
 
 from engines.children import LaunchError
 from engines.profiles import load_profile
+from engines.profiling import GAPS_MS
 from heddle import profile as profiling
 from heddle.arguments import count, out_file, positive, why
 from heddle.real import clear_prefix_cache, counted
@@ -36,8 +38,16 @@ from workloads.laws import LAWS, draw, law_named
 from workloads.trajectories import TEMPLATE_TOKENS_PER_TURN, Trajectory, Turn, Workload
 
 NUM_PROBES = 40
-PROBE = Workload("probe", (Trajectory("probe", "probe", 64, (Turn(0, 1, 0.0), *[Turn(24, 1, 0.0)] * NUM_PROBES)),))
-"""Turns of one token, one after the other: what they take is gateway, agent and a request's cost in the engine."""
+
+
+def tiny(name: str, num_turns: int) -> Trajectory:
+    """Turns of one token, one after the other: what they take is gateway, agent and a request's cost in the engine."""
+    return Trajectory(name, name, 64, (Turn(0, 1, 0.0), *[Turn(24, 1, 0.0)] * num_turns))
+
+
+PROBE = Workload("probe", (tiny("probe", NUM_PROBES),))
+_CROWD_TURNS = 9
+_CROWD_KV_TOKENS = 512  # of each of its trajectories, with room for a template
 _EPILOG = """examples:
   heddle trial http://10.0.0.5:8000 --name qwen3-14b-h100-tp1 --slots 64
   heddle trial http://10.0.0.5:8000 http://10.0.0.6:8000 --profile qwen.toml:qwen3-14b-h100-tp2 \\
@@ -117,8 +127,14 @@ async def _run(parsed: argparse.Namespace, policies: Sequence[str], console: Con
     named = parsed.profile or f"{parsed.out}:{profile.name}"
     workloads = {seed: _drawn(parsed, seed, profile) for seed in parsed.seed or [1]}
     probe = await _played(PROBE, "heddle", engines, named, parsed.work_dir, console)
+    together = crowd(profile)
+    crowded = await _played(together, "round-robin", engines[:1], named, parsed.work_dir, console)
+    profile = with_gap(profile, together, crowded.makespan_s, probe.makespan_s)
     overhead_s = overhead_of(probe.makespan_s, profile)
-    console.print(f"{1e3 * overhead_s:.1f} ms of a turn are outside the engine.")
+    console.print(
+        f"{1e3 * overhead_s:.1f} ms of a turn are outside the engine. Turns that are sent together reach it "
+        f"{profile.request_gap_ms:.1f} ms apart."
+    )
     for seed, workload in workloads.items():
         for policy in policies:
             before = await _counted(engines)
@@ -194,6 +210,27 @@ async def _counted(engines: Sequence[str]) -> Counts | None:
 def overhead_of(probe_s: float, profile: EngineProfile) -> float:
     """Seconds of a turn outside the engine, from those that the rollout of `PROBE` took."""
     return max(0.0, (probe_s - simulated_makespan_s(PROBE, [profile], "heddle", 0.0)) / (NUM_PROBES + 1))
+
+
+def crowd(profile: EngineProfile) -> Workload:
+    """As many tiny trajectories as one engine runs at once."""
+    number = min(profile.slots, max(1, profile.kv_capacity_tokens // _CROWD_KV_TOKENS))
+    return Workload("crowd", tuple(tiny(f"crowd-{index}", _CROWD_TURNS) for index in range(number)))
+
+
+def with_gap(profile: EngineProfile, together: Workload, crowd_s: float, probe_s: float) -> EngineProfile:
+    """The profile with the gap between requests at which the simulated crowd takes most nearly as long.
+
+    Args:
+        crowd_s: what it took under `round-robin`.
+        probe_s: what the rollout of `PROBE` took.
+    """
+
+    def error_s(one: EngineProfile) -> float:
+        overhead_s = overhead_of(probe_s, one)
+        return abs(simulated_makespan_s(together, [one], "round-robin", overhead_s) - crowd_s)
+
+    return min((replace(profile, request_gap_ms=gap_ms) for gap_ms in (0.0, *GAPS_MS)), key=error_s)
 
 
 def as_played(workload: Workload, result: RolloutResult) -> Workload:

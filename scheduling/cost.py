@@ -27,6 +27,8 @@ class EngineProfile:
         prefill_per_ktoken2_ms: quadratic prefill cost, per (1,000 tokens) squared.
         source: where the coefficients come from.
         request_ms: time that a request holds its slot beyond the engine's steps: HTTP, rendering, tokenizing.
+        request_gap_ms: how far apart requests that are sent together reach the engine's steps, because its front end
+            takes one at a time. It is a part of `request_ms`, as long as that is larger.
         prefill_step_ms: what a step that prefills takes longer than one that only decodes, however many tokens it
             prefills. All running sequences wait for it.
         prefill_least_tokens: a step that prefills fewer tokens takes as long as with these, but for the quadratic cost.
@@ -48,6 +50,7 @@ class EngineProfile:
     prefill_per_ktoken2_ms: float
     source: str
     request_ms: float = 0.0
+    request_gap_ms: float = 0.0
     prefill_step_ms: float = 0.0
     prefill_least_tokens: int = 0
 
@@ -81,5 +84,6 @@ class EngineProfile:
             prefill_per_ktoken_ms=self.prefill_per_ktoken_ms * ratio,
             prefill_per_ktoken2_ms=self.prefill_per_ktoken2_ms * ratio,
             request_ms=self.request_ms * ratio,
+            request_gap_ms=self.request_gap_ms * ratio,
             prefill_step_ms=self.prefill_step_ms * ratio,
         )

@@ -68,7 +68,9 @@ class Agent:
         is_asking: a turn of it is waiting or running.
         is_on_engine: the turn was submitted to an engine.
         is_admitted: the engine runs it.
-        arrives_at: when its request, and any KV in transfer, reaches the engine.
+        arrives_at: when its request reaches the engine's front end, and then, when that and any KV in transfer reach
+            the engine.
+        kv_arrives_at: when the KV in transfer does; 0 if there is none.
         brings: the pieces whose KV is in transfer to the engine, as far as its old engine holds them.
         since: when its current wait, or its current run on an engine, began.
         rested_at: when its last turn ended, or this one was paused: the time by which all its KV existed.
@@ -89,6 +91,7 @@ class Agent:
     is_on_engine: bool = False
     is_admitted: bool = False
     arrives_at: float | None = None
+    kv_arrives_at: float = 0.0
     brings: Sequence[Piece] = ()
     since: float = 0.0
     rested_at: float = 0.0

@@ -25,9 +25,16 @@ class Host:
         self.engine = SimulatedEngine(profile, order="priority" if by_priority else "fcfs", features=features)
         self.due_at: float | None = None
         self.ended_at: float | None = None
+        self._takes_at = began_at
         self._began_at = began_at
         self._timeline = Timeline()
         self._sample_at = began_at
+
+    def take(self, at: float) -> float:
+        """When a request that is sent now reaches the engine's steps: its front end takes one after the other."""
+        gap_s, request_s = self.profile.request_gap_ms / 1000, self.profile.request_ms / 1000
+        self._takes_at = max(at, self._takes_at) + gap_s
+        return self._takes_at + max(0.0, request_s - gap_s)
 
     def sample(self, at: float, kv_claimed_tokens: int) -> None:
         """Record how full it is, if the last sample is old enough."""

@@ -226,18 +226,35 @@ class Rollout:
             kv_arrives_at = self._transfers.arrival(self._agenda.now, agent.rested_at, old, new, pieces)
             if kv_arrives_at is not None:
                 agent.brings = front(pieces, old.engine.num_cached(self._agenda.now, pieces))
-        sent_at = max(self._agenda.now, action.send_at)
-        agent.arrives_at = max(kv_arrives_at or 0.0, sent_at + new.profile.request_ms / 1000)
+        agent.kv_arrives_at = kv_arrives_at or 0.0
+        agent.arrives_at = max(self._agenda.now, action.send_at)
+        self._when(agent, self._sent)
+
+    def _sent(self, trajectory_id: str) -> None:
+        agent = self._agents[trajectory_id]
+        if (host := self._expecting(agent)) is None:
+            return
+        agent.arrives_at = max(agent.kv_arrives_at, host.take(self._agenda.now))
+        self._when(agent, self._arrives)
+
+    def _when(self, agent: Agent, happens: Callable[[str], None]) -> None:
+        """Call it with the trajectory's id when the leg arrives."""
+        assert agent.arrives_at is not None
         if agent.arrives_at > self._agenda.now:
-            self._agenda.note(agent.arrives_at, self._arrives, agent.trajectory.trajectory_id)
+            self._agenda.note(agent.arrives_at, happens, agent.trajectory.trajectory_id)
         else:
-            self._arrives(agent.trajectory.trajectory_id)
+            happens(agent.trajectory.trajectory_id)
+
+    def _expecting(self, agent: Agent) -> Host | None:
+        """The engine that its leg arrives at now. None: the engine died, the client left, or the leg is preempted."""
+        if agent.arrives_at != self._agenda.now or agent.is_pausing or agent.engine_id is None:
+            return None
+        return self._engines.hosts[agent.engine_id]
 
     def _arrives(self, trajectory_id: str) -> None:
         agent = self._agents[trajectory_id]
-        if agent.arrives_at != self._agenda.now or agent.is_pausing or agent.engine_id is None:
-            return  # its engine died, its client left, or it is preempted
-        host = self._engines.hosts[agent.engine_id]
+        if (host := self._expecting(agent)) is None:
+            return
         if agent.brings:
             host.engine.adopt(self._agenda.now, agent.brings)
         self._submit(agent, host)

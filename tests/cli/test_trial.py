@@ -13,7 +13,18 @@ from engines.profiles import load_profile
 from engines.simulated.server import serve_engine
 from engines.simulated.settings import SimulatedEngineSettings
 from heddle.real import clear_prefix_cache
-from heddle.trial import Trial, add_arguments, as_played, comparison, run
+from heddle.trial import (
+    PROBE,
+    Trial,
+    add_arguments,
+    as_played,
+    comparison,
+    crowd,
+    overhead_of,
+    run,
+    simulated_makespan_s,
+    with_gap,
+)
 from loadtest.results import RolloutResult, TrajectoryResult, TurnResult
 from tests.support.engine import fixed, recorded_engine
 from workloads.traces import load_trace
@@ -38,7 +49,8 @@ async def test_policies_are_played_and_simulated(tmp_path: Path, capsys: pytest.
         policies = ("--policy", "round-robin", "--policy", "heddle", "--seed", "1", "--seed", "2")
         assert await run(parse(tmp_path, first, second, *SMALL, *policies)) == 0
     written = json.loads((tmp_path / "trial.json").read_bytes())
-    assert written["profile"] == dataclasses.asdict(load_profile("toy-cpu-tp1"))
+    gap_ms = written["profile"]["request_gap_ms"]
+    assert written["profile"] == dataclasses.asdict(load_profile("toy-cpu-tp1")) | {"request_gap_ms": gap_ms}
     trials = written["trials"]
     assert [(trial["policy"], trial["seed"]) for trial in trials] == [
         (policy, seed) for seed in (1, 2) for policy in ("round-robin", "heddle")
@@ -61,6 +73,30 @@ async def test_a_profile_is_measured_where_none_is_given(tmp_path: Path) -> None
     used = json.loads((tmp_path / "trial.json").read_bytes())["profile"]
     kept = load_profile(f"{tmp_path}/mine.toml:toy-cpu-tp1")
     assert used["slots"] == kept.slots and used["decode_base_ms"] == pytest.approx(kept.decode_base_ms, rel=1e-4)
+
+
+@pytest.mark.parametrize("gap_ms", [0.0, 1.5, 4.0])
+@pytest.mark.parametrize("request_ms", [0.0, 10.0])
+def test_a_crowd_shows_how_far_apart_requests_reach_an_engine(gap_ms: float, request_ms: float) -> None:
+    """Where a prefill costs a launch, as on an H200, and beside 5 ms of each turn that are outside."""
+    plain = dataclasses.replace(load_profile("qwen3-8b-h100-tp1"), slots=64, prefill_least_tokens=1024)
+    truth = dataclasses.replace(plain, request_ms=request_ms, request_gap_ms=gap_ms)
+    together = crowd(truth)
+    probe_s = simulated_makespan_s(PROBE, [truth], "heddle", 0.005)
+    crowd_s = simulated_makespan_s(together, [truth], "round-robin", 0.005)
+    told = dataclasses.replace(plain, request_ms=request_ms)
+    found = with_gap(told, together, crowd_s, probe_s)
+    assert found.request_gap_ms == gap_ms
+    if gap_ms <= request_ms:
+        assert overhead_of(probe_s, found) == pytest.approx(0.005, rel=0.03)
+
+
+def test_a_crowd_fits_a_small_engine() -> None:
+    """Its turns must not be preempted, which would be another experiment."""
+    small = dataclasses.replace(load_profile("toy-cpu-tp1"), slots=64, kv_capacity_tokens=3_000)
+    together = crowd(small)
+    assert 1 < len(together.trajectories) < 64
+    assert sum(one.total_tokens for one in together.trajectories) < 3_000
 
 
 @pytest.mark.parametrize("body", [b"", b'{"success":true}'])

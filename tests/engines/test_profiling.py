@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from engines.profiles import load_profile
-from engines.profiling import Batch, Measurement, fit, plan, simulated_s, to_toml
+from engines.profiling import GAPS_MS, Batch, Measurement, fit, plan, simulated_s, to_toml
 from engines.simulated.model import SimulatedEngine
 from engines.simulated.sequence import SimulatedSequence
 from engines.simulated.server import serve_engine
@@ -133,6 +133,25 @@ def test_a_fit_finds_the_least_tokens_of_a_prefill(least_tokens: int, is_quick: 
         assert taken_s == pytest.approx(truth.prefill_s(tokens) + truth.prefill_launch_s(tokens), rel=0.1, abs=0.001)
 
 
+@pytest.mark.parametrize("is_quick", [False, True])
+@pytest.mark.parametrize("gap_ms", [0.0, 1.0, 2.0, 4.0])
+def test_a_fit_finds_how_far_apart_requests_come(gap_ms: float, is_quick: bool) -> None:
+    """With 1 % of noise, to within the next smaller or larger value that is tried; the other numbers do not suffer."""
+    truth = dataclasses.replace(
+        load_profile("qwen3-8b-h100-tp1"), slots=64, prefill_least_tokens=1_024, request_gap_ms=gap_ms
+    )
+    batches = plan(truth.slots, 60_000, 32_768, is_quick=is_quick)
+    dice = random.Random(1)
+    walls = [(simulated_s(truth, batch) + 0.005) * dice.gauss(1.0, 0.01) for batch in batches]
+    blank = dataclasses.replace(truth, request_gap_ms=0.0)
+    found = fit([Measurement(batch, wall_s) for batch, wall_s in zip(batches, walls, strict=True)], blank)
+    gaps_ms = (0.0, *GAPS_MS)
+    at = gaps_ms.index(gap_ms)
+    assert found.profile.request_gap_ms in gaps_ms[max(0, at - 1) : at + 2]
+    assert found.mape < 0.03
+    assert found.profile.decode_step_s(32, 20_000) == pytest.approx(truth.decode_step_s(32, 20_000), rel=0.05)
+
+
 def test_outliers_do_not_bend_the_fit() -> None:
     """Every sixth batch takes twice as long, as on a busy machine; the others determine the fit."""
     truth = load_profile("qwen3-14b-h100-tp1")
@@ -191,6 +210,7 @@ def test_a_written_profile_is_read_back(tmp_path: Path) -> None:
         slots=100,
         prefill_per_ktoken2_ms=1.25e-7,
         request_ms=8.5,
+        request_gap_ms=1.5,
         prefill_step_ms=21.5,
         prefill_least_tokens=768,
     )

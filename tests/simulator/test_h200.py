@@ -4,6 +4,7 @@ import csv
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
@@ -22,7 +23,19 @@ TEMPLATE_TOKENS = 21
 """What the model's template adds once to a trajectory, with its second turn."""
 
 AT_ONCE = Limits(gather_max_s=0.0)
-"""The gateway did not know the profile, and so gathered no turns."""
+TOGETHER = Limits()
+REAL_S = {
+    ("round-robin", AT_ONCE, 1): (44.2, 45.3),
+    ("round-robin", AT_ONCE, 2): (55.3,),
+    ("thunderagent", AT_ONCE, 1): (40.0,),
+    ("thunderagent", AT_ONCE, 2): (52.1,),
+    ("heddle", AT_ONCE, 1): (35.0, 37.5, 36.1, 42.0),
+    ("heddle", AT_ONCE, 2): (48.3, 48.4, 49.0),
+    ("heddle", TOGETHER, 1): (31.8, 34.5, 31.1),
+    ("heddle", TOGETHER, 2): (43.2, 41.0, 47.8),
+}
+"""Makespans there, on two machines; the batches are of the first one. Rollouts that are repeated differ by some 5 %."""
+NUM_SIMULATED = 5
 
 
 def measurements() -> Iterator[Measurement]:
@@ -56,24 +69,24 @@ def played(seed: int) -> Workload:
 
 
 def test_the_fit_explains_the_batches(fitted: Fit) -> None:
-    """On this GPU some 1,000 tokens are prefilled in the time of 100; without that the mean error is 7.4 %."""
-    assert fitted.mape < 0.07
+    """On this GPU some 1,000 tokens are prefilled in the time of 100; without that the mean error is 7.4 %. And its
+    server takes one request after the other; without that it is 6.6 %.
+    """
+    assert fitted.mape < 0.055
     assert 768 <= fitted.profile.prefill_least_tokens <= 1536
+    assert 1.5 <= fitted.profile.request_gap_ms <= 2.0
 
 
-@pytest.mark.parametrize(
-    ("policy", "seed", "real_s"),
-    [
-        ("round-robin", 1, 44.2),
-        ("thunderagent", 1, 40.0),
-        ("heddle", 1, 35.0),
-        ("round-robin", 2, 55.3),
-        ("thunderagent", 2, 52.1),
-        ("heddle", 2, 48.3),
-    ],
-)
-def test_a_simulated_rollout_takes_as_long_as_on_the_gpu(fitted: Fit, policy: str, seed: int, real_s: float) -> None:
-    """Within 10 %."""
+@pytest.mark.parametrize(("policy", "limits", "seed"), REAL_S)
+def test_a_simulated_rollout_takes_as_long_as_on_the_gpu(fitted: Fit, policy: str, limits: Limits, seed: int) -> None:
+    """Within 10 % on average; within 12 % where turns are sent together, because a chat takes the server longer than
+    the token ids of the batches do. Tiny differences of times change a rollout as they do in reality, so several are
+    simulated, too.
+    """
     overhead_s = overhead_of(PROBE_S, fitted.profile)
-    simulated_s = simulated_makespan_s(played(seed), [fitted.profile], policy, overhead_s, AT_ONCE)
-    assert simulated_s == pytest.approx(real_s, rel=0.1)
+    simulated_s = fmean(
+        simulated_makespan_s(played(seed), [fitted.profile], policy, overhead_s + 1e-4 * index, limits)
+        for index in range(NUM_SIMULATED)
+    )
+    error = simulated_s / fmean(REAL_S[policy, limits, seed]) - 1
+    assert abs(error) < (0.12 if limits is TOGETHER else 0.1)

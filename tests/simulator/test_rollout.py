@@ -129,6 +129,15 @@ def test_a_request_occupies_its_slot_before_the_engine_has_it() -> None:
     assert play(workload, [replace(one_slot, request_ms=250.0)]).makespan_s == pytest.approx(plain_s + 3 * 0.25)
 
 
+@pytest.mark.parametrize(("request_ms", "last_s"), [(0.0, 3.0), (100.0, 3.0), (5_000.0, 7.0)])
+def test_requests_that_are_sent_together_reach_an_engine_one_by_one(request_ms: float, last_s: float) -> None:
+    """The first gap is a part of what a request takes anyway."""
+    slow = replace(TP4, request_ms=request_ms, request_gap_ms=1_000.0)
+    outcome = play(single_trajectories(3, Turn(0, 1, 0.0)), [slow], "round-robin")
+    step_s = play(single_trajectories(1, Turn(0, 1, 0.0)), [TP4], "round-robin").makespan_s
+    assert [one.ended_at - step_s for one in outcome.trajectories] == pytest.approx([last_s - 2, last_s - 1, last_s])
+
+
 @pytest.mark.parametrize("policy", ["heddle", "slime"])
 def test_time_is_queueing_plus_engine_plus_tools(policy: str) -> None:
     """No part of a trajectory's time is lost or counted twice, wherever its turns wait."""
