@@ -127,7 +127,7 @@ def fit(measurements: Sequence[Measurement], engine: EngineProfile) -> Fit:
     num_unknown = NUM_COEFFICIENTS + are_visited
     if len({measurement.batch for measurement in measurements}) < num_unknown:
         raise ValueError(f"a fit needs {num_unknown} different batches, not {len(measurements)}")
-    together = _with_coefficients(engine, [1.0] * NUM_COEFFICIENTS)
+    together = replace(_with_coefficients(engine, [1.0] * NUM_COEFFICIENTS), request_gap_ms=0.0)
     fits = [_fit(measurements, replace(together, prefill_least_tokens=n), are_visited, 1) for n in LEAST_TOKENS]
     at_once = min(fits, key=_mape).profile
     fits += [_fit(measurements, replace(at_once, request_gap_ms=ms), are_visited, _NUM_ROUNDS) for ms in GAPS_MS]

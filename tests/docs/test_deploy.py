@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 IMAGE = "heddle:" + PYPROJECT["project"]["version"]
 BOARD = json.loads((ROOT / "deploy/grafana/heddle.json").read_text())
+COMPOSE = yaml.safe_load((ROOT / "deploy/compose/compose.yaml").read_text())
 _PARTS = ("bucket", "sum", "count")
 
 
@@ -190,6 +191,67 @@ def test_probes_are_patient_and_ask_a_route_that_needs_no_key(name: str) -> None
     fields, liveness = Settings.model_fields, container["livenessProbe"]
     start_s = fields["start_timeout_s"].default + fields["store_start_timeout_s"].default
     assert liveness["periodSeconds"] * liveness["failureThreshold"] >= max(120, 5 * start_s)
+
+
+def test_compose_starts_what_exists(capsys: pytest.CaptureFixture[str]) -> None:
+    """Image, flags, files and the engine's address; and turns may end before SIGKILL."""
+    for name in ("gateway", "engine"):
+        service = COMPOSE["services"][name]
+        words = service["command"]
+        command = words[words.index("heddle") + 1 :] if "heddle" in words else words
+        with pytest.raises(SystemExit) as ended:
+            main([command[0], "--help"])
+        shown = capsys.readouterr().out
+        assert ended.value.code == 0 and all(word in shown for word in command if word.startswith("--"))
+        assert service["image"] == IMAGE
+    engine = COMPOSE["services"]["engine"]["command"]
+    settings = load_settings(str(ROOT / "deploy/compose/heddle.toml"))
+    assert [one.url for one in settings.engines] == [f"http://engine:{engine[engine.index('--port') + 1]}"]
+    gateway = COMPOSE["services"]["gateway"]
+    assert gateway["command"][-1] in mounts("gateway").values()
+    assert settings.store.removeprefix("sqlite:").startswith(mounts("gateway")["record"])
+    shutdown_s = Settings.model_fields["shutdown_timeout_s"].default + StoreSettings().close_timeout_s
+    assert int(gateway["stop_grace_period"].removesuffix("s")) >= shutdown_s + 10
+
+
+@pytest.mark.parametrize("name", ["gateway", "engine", "prometheus", "grafana"])
+def test_compose_mounts_files_of_the_checkout(name: str) -> None:
+    """Docker makes a directory of a file that is not there."""
+    for source in mounts(name):
+        assert source in COMPOSE["volumes"] or (ROOT / "deploy/compose" / source).is_file()
+
+
+def test_the_prometheus_of_compose_asks_the_gateway_and_knows_the_alerts(tmp_path: Path) -> None:
+    """Under the job's name that the alerts have, with files where its container has them."""
+    config = yaml.safe_load((ROOT / "deploy/compose/prometheus.yaml").read_text())
+    (job,) = config["scrape_configs"]
+    (target,) = job["static_configs"]
+    port = COMPOSE["services"]["gateway"]["ports"][0].rpartition(":")[2]
+    assert target["targets"] == [f"gateway:{port}"]
+    assert f'job="{job["job_name"]}"' in str(rules())
+    if (promtool := shutil.which("promtool")) is None:
+        pytest.skip("promtool is not installed")
+    for source, there in mounts("prometheus").items():
+        if source not in COMPOSE["volumes"]:
+            shutil.copy(ROOT / "deploy/compose" / source, tmp_path / Path(there).name)
+    subprocess.run([promtool, "check", "config", str(tmp_path / "prometheus.yml")], check=True)
+
+
+def test_the_grafana_of_compose_finds_prometheus_and_the_dashboard() -> None:
+    """Where the other services and mounts are."""
+    (source,) = yaml.safe_load((ROOT / "deploy/compose/grafana.yaml").read_text())["datasources"]
+    assert source["url"].removeprefix("http://") == "prometheus:" + COMPOSE["services"]["prometheus"]["ports"][0][-4:]
+    (provider,) = yaml.safe_load((ROOT / "deploy/compose/dashboards.yaml").read_text())["providers"]
+    board = Path(mounts("grafana")["../grafana/heddle.json"])
+    assert str(board.parent) == provider["options"]["path"]
+    home = COMPOSE["services"]["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
+    assert home == str(board)
+
+
+def mounts(service: str) -> dict[str, str]:
+    """Where a service's container has its volumes, by what they are outside."""
+    found = [volume.split(":") for volume in COMPOSE["services"][service].get("volumes", ())]
+    return {source: there for source, there, *_ in found}
 
 
 def unit(name: str) -> dict[str, str]:

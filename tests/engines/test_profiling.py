@@ -143,8 +143,8 @@ def test_a_fit_finds_how_far_apart_requests_come(gap_ms: float, is_quick: bool) 
     batches = plan(truth.slots, 60_000, 32_768, is_quick=is_quick)
     dice = random.Random(1)
     walls = [(simulated_s(truth, batch) + 0.005) * dice.gauss(1.0, 0.01) for batch in batches]
-    blank = dataclasses.replace(truth, request_gap_ms=0.0)
-    found = fit([Measurement(batch, wall_s) for batch, wall_s in zip(batches, walls, strict=True)], blank)
+    other = dataclasses.replace(truth, request_gap_ms=6.0)  # which a fit replaces, as everything else
+    found = fit([Measurement(batch, wall_s) for batch, wall_s in zip(batches, walls, strict=True)], other)
     gaps_ms = (0.0, *GAPS_MS)
     at = gaps_ms.index(gap_ms)
     assert found.profile.request_gap_ms in gaps_ms[max(0, at - 1) : at + 2]
