@@ -46,6 +46,7 @@ def tiny(name: str, num_turns: int) -> Trajectory:
 
 
 PROBE = Workload("probe", (tiny("probe", NUM_PROBES),))
+_GAPS_MS = (0.0, *GAPS_MS, 8.0, 10.0, 12.0, 16.0)  # a chat takes longer, and gateway and agent may take the same cores
 _CROWD_TURNS = 9
 _CROWD_KV_TOKENS = 512  # of each of its trajectories, with room for a template
 _EPILOG = """examples:
@@ -230,7 +231,7 @@ def with_gap(profile: EngineProfile, together: Workload, crowd_s: float, probe_s
         overhead_s = overhead_of(probe_s, one)
         return abs(simulated_makespan_s(together, [one], "round-robin", overhead_s) - crowd_s)
 
-    return min((replace(profile, request_gap_ms=gap_ms) for gap_ms in (0.0, *GAPS_MS)), key=error_s)
+    return min((replace(profile, request_gap_ms=gap_ms) for gap_ms in _GAPS_MS), key=error_s)
 
 
 def as_played(workload: Workload, result: RolloutResult) -> Workload:
