@@ -222,6 +222,11 @@ class Settings(BaseSettings):
     gather_max_s: float = Field(
         0.25, ge=0, description="Longest that a turn waits to be prefilled with others; only with a measured profile."
     )
+    sends_ahead: bool = Field(
+        True,
+        description="Send a few turns before a slot is free: as many as end while a request is on its way to the "
+        "engine's steps; only with a measured profile.",
+    )
     trajectory_ttl_s: float = Field(3_600.0, gt=0, description="A trajectory that is idle this long has ended.")
     retention_s: float = Field(3_600.0, gt=0, description="How long an ended trajectory can still be read.")
     max_trajectories: int = Field(

@@ -1,6 +1,6 @@
 """Whether a turn may go to an engine now. Rules:
 
-11. If the policy holds turns, an engine gets at most `slots` of them.
+11. If the policy holds turns, an engine gets at most `slots` of them, and those that are sent ahead (pace.py).
 12. A trajectory that is not resident on an engine enters only if the KV claims there, its own included, stay under the
     watermark. Claims of trajectories in a tool call count. If nothing is claimed there, any trajectory enters, so that
     nothing waits forever.
@@ -45,7 +45,7 @@ class Admission:
 
     def has_room(self, engine: Engine) -> bool:
         """Whether an engine takes one more turn, whichever it is."""
-        return not self._holds_turns or len(engine.running) < engine.spec.slots
+        return not self._holds_turns or len(engine.running) < engine.num_slots
 
     def is_open(self, engine: Engine) -> bool:
         """Whether an engine has room for a turn and is reserved for none."""
@@ -64,7 +64,7 @@ class Admission:
         """Whether a turn may go to an engine now, without passing a more urgent one that the engine is reserved for."""
         # The check made for the most engines, so cheap tests come first, and has_room is not called: most engines have
         # no slot or are reserved, and their claims are many.
-        if self._holds_turns and len(engine.running) >= engine.spec.slots:
+        if self._holds_turns and len(engine.running) >= engine.num_slots:
             return False
         first = engine.reserved_for
         if first is not None and first.key < turn.key and self.may_serve(engine, first):

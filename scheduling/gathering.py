@@ -9,40 +9,28 @@ economic order quantity (Harris 1913). A leg is sent at once if waiting for one 
 
 from math import sqrt
 
-# Legs over which the rate at an engine is averaged: enough for a rate, few enough to follow a rollout's tail.
-_NUM_LEGS = 16
-
 
 class Gathering:
     """The legs of one engine."""
 
-    __slots__ = ("_interval_s", "_last_at", "_num_legs", "_sends_at")
+    __slots__ = ("_sends_at",)
 
     def __init__(self) -> None:
         self._sends_at = 0.0  # when those that gather now are sent, or the last ones were
-        self._interval_s = 0.0
-        self._last_at = 0.0
-        self._num_legs = 0
 
-    def send_at(self, at: float, launch_s: float, num_running: int, max_s: float) -> float:
+    def send_at(self, at: float, launch_s: float, num_running: int, interval_s: float, max_s: float) -> float:
         """When to send a leg that may begin now.
 
         Args:
             launch_s: by how much the step that prefills it takes longer, beside its own tokens; 0: it fills a step.
             num_running: legs that would wait for that step.
+            interval_s: between legs that begin here; infinite: unknown.
             max_s: for no longer than this.
         """
-        self._note(at)
         if at < self._sends_at:
             return self._sends_at if launch_s else at
         saved_s = launch_s * num_running
-        if self._num_legs < _NUM_LEGS or saved_s <= self._interval_s:
+        if saved_s <= interval_s:
             return at
-        self._sends_at = at + min(sqrt(2.0 * saved_s * self._interval_s), max_s)
+        self._sends_at = at + min(sqrt(2.0 * saved_s * interval_s), max_s)
         return self._sends_at
-
-    def _note(self, at: float) -> None:
-        if self._num_legs:
-            self._interval_s += (at - self._last_at - self._interval_s) / min(self._num_legs, _NUM_LEGS)
-        self._last_at = at
-        self._num_legs += 1

@@ -24,6 +24,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from engines.profiles import load_profile, profile_names
 from engines.simulated.features import Features
@@ -46,7 +47,7 @@ _MAX_ENGINES = 100_000
 _MAX_SEED = 2**63 - 1
 # A trainer waits for its rollout as long as it takes. A gateway's limits would end trajectories only under policies
 # that keep turns in the gateway's queue: turns in an engine's queue wait without a limit.
-_PATIENCE: Mapping[str, int] = {"queue_timeout_s": 10**9, "max_waiting_turns": 10**9}
+_PATIENCE: Mapping[str, Any] = {"queue_timeout_s": 10**9, "max_waiting_turns": 10**9}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,6 @@
 """Legs that begin together: when it pays, for how long, and for whom."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from math import sqrt
@@ -12,6 +13,7 @@ from engines.profiles import load_profile
 from scheduling.gathering import Gathering
 from scheduling.limits import Limits
 from scheduling.logged import logged
+from scheduling.pace import Pace
 from scheduling.policy import HEDDLE, HEDDLE_PAPER, Policy
 from scheduling.types import Dispatch
 from tests.scheduling.fleet import Fleet
@@ -19,6 +21,17 @@ from tests.scheduling.fleet import Fleet
 EAGER = replace(load_profile("qwen3-8b-h100-tp1"), prefill_least_tokens=1_000)
 """1,000 tokens are prefilled in 21.5 ms, and so is one."""
 LAUNCH_S = EAGER.prefill_launch_s(0)
+
+
+def sender() -> Callable[[float, float, int, float], float]:
+    """When the next leg is sent, by when it may begin, what a prefill costs others, how many they are, and a bound."""
+    pace, gathering = Pace(), Gathering()
+
+    def send_at(at: float, launch_s: float, num_running: int, max_s: float) -> float:
+        pace.note(at)
+        return gathering.send_at(at, launch_s, num_running, pace.interval_s, max_s)
+
+    return send_at
 
 
 @given(
@@ -30,10 +43,10 @@ def test_a_leg_waits_for_no_longer_than_the_bound_and_with_all_that_gather(
 ) -> None:
     """Whatever comes: never into the past, never longer than the bound, and nobody who gains nothing by it. Legs that
     wait at the same time are sent at the same instant."""
-    gathering, at, held = Gathering(), 0.0, []
+    send, at, held = sender(), 0.0, []
     for gap_s, launch_s, num_running in legs:
         at += gap_s
-        send_at = gathering.send_at(at, launch_s, num_running, max_s)
+        send_at = send(at, launch_s, num_running, max_s)
         assert at <= send_at <= at + max_s
         if send_at > at:
             assert launch_s > 0.0
@@ -44,8 +57,8 @@ def test_a_leg_waits_for_no_longer_than_the_bound_and_with_all_that_gather(
 
 def test_the_time_is_the_economic_order_quantity() -> None:
     """At 40 legs a second, steps that take 20 ms longer, and 25 that run. The sum of both losses is least there."""
-    gathering = Gathering()
-    sent = [gathering.send_at(number / 40, 0.02, 25, 10.0) for number in range(17)]
+    send = sender()
+    sent = [send(number / 40, 0.02, 25, 10.0) for number in range(17)]
     assert sent[:15] == [number / 40 for number in range(15)], "too few to know a rate"
     took_s = sent[15] - 15 / 40
     assert took_s == pytest.approx(sqrt(2 * 0.02 * 25 / 40))
@@ -60,8 +73,8 @@ def test_the_time_is_the_economic_order_quantity() -> None:
 @pytest.mark.parametrize(("launch_s", "num_running"), [(0.02, 0), (0.02, 1), (0.0, 25)])
 def test_nobody_waits_where_the_next_leg_comes_too_late(launch_s: float, num_running: int) -> None:
     """The next leg comes after 25 ms, for which one would wait; nobody or one who runs would save at most 20 ms."""
-    gathering = Gathering()
-    assert all(gathering.send_at(at / 40, launch_s, num_running, 10.0) == at / 40 for at in range(40))
+    send = sender()
+    assert all(send(at / 40, launch_s, num_running, 10.0) == at / 40 for at in range(40))
 
 
 def busy_fleet(policy: Policy, profile: object = EAGER, **limits: float) -> Fleet:
