@@ -12,7 +12,7 @@ from operator import itemgetter
 from scheduling.cost import EngineProfile
 from scheduling.estimate import Work, estimate_finish_s, vague_tokens
 from scheduling.gathering import Gathering
-from scheduling.pace import Pace
+from scheduling.leg_rate import LegRate
 from scheduling.placement import UNKNOWN_S, UNMEASURED, EngineFacts
 from scheduling.prompts import Prompts
 from scheduling.slowness import LEARNS_EVERY_S, Slowness
@@ -49,12 +49,12 @@ class Engine:
         tool_calls: how long the fleet's tool calls take.
         reserved_for: a waiting turn that it gathers room for. Other turns enter only if they are more urgent.
         slowness: how slow it is, if nobody measured it.
-        pace: how often legs begin here.
+        leg_rate: how often legs begin here.
         gathering: when they are sent.
-        num_slots: legs that may be here: those that run, and those that are sent ahead (pace.py).
+        num_slots: legs that may be here: those that run, and those that are sent ahead (leg_rate.py).
         room: tokens of the longest context that it can ever hold; infinite if unknown.
         may_gather: it is known that legs which begin together save it time.
-        is_paced: what a leg costs beside its tokens is known, so it matters how often they begin.
+        counts_legs: what a leg costs beside its tokens is known, so it matters how often they begin.
         learns_at: from when on it learns from the next turn that ends here; never if its profile is known.
     """
 
@@ -76,12 +76,12 @@ class Engine:
     reserved_for: Turn | None = None
     longest_at: float = 0.0
     slowness: Slowness = field(default_factory=Slowness)
-    pace: Pace = field(default_factory=Pace)
+    leg_rate: LegRate = field(default_factory=LegRate)
     gathering: Gathering = field(default_factory=Gathering)
     num_slots: int = field(init=False)
     room: float = field(init=False)
     may_gather: bool = field(init=False)
-    is_paced: bool = field(init=False)
+    counts_legs: bool = field(init=False)
     learns_at: float = field(init=False)
     _timing: EngineProfile = field(init=False)
     _facts: EngineFacts = field(init=False)
@@ -147,17 +147,17 @@ class Engine:
 
     def note_leg(self, at: float, sends_ahead: bool) -> None:
         """A leg begins now: where a request takes time to arrive, others may be sent ahead."""
-        self.pace.note(at)
+        self.leg_rate.note(at)
         if not sends_ahead:
             return
         timing, launch_s = self._timing, self._timing.prefill_launch_s(0)
-        num_ahead = self.pace.num_ahead(timing.request_ms / 1000, launch_s, len(self.running), timing.slots)
+        num_ahead = self.leg_rate.num_ahead(timing.request_ms / 1000, launch_s, len(self.running), timing.slots)
         self.num_slots = timing.slots + num_ahead
 
     def send_at(self, num_tokens: int, at: float, max_s: float) -> float:
         """When a leg that may begin now and prefills this many tokens is sent; 0: at once."""
         launch_s = self._timing.prefill_launch_s(num_tokens)
-        send_at = self.gathering.send_at(at, launch_s, len(self.running), self.pace.interval_s, max_s)
+        send_at = self.gathering.send_at(at, launch_s, len(self.running), self.leg_rate.interval_s, max_s)
         return send_at if send_at > at else 0.0
 
     def run(self, turn: Turn) -> None:
@@ -254,7 +254,7 @@ class Engine:
         self.num_slots = spec.slots
         self.learns_at = inf if spec.profile else 0.0
         self.may_gather = timing.prefill_launch_s(0) > 0.0
-        self.is_paced = self.may_gather or timing.request_ms > 0.0
+        self.counts_legs = self.may_gather or timing.request_ms > 0.0
         self.room = spec.max_context_tokens or spec.kv_capacity_tokens or inf
         facts.tp = spec.tp
         facts.estimate_finish()

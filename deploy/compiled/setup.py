@@ -12,7 +12,7 @@ from setuptools import setup
 #   its structs have no fields);
 # - with asynchronous generators, which mypyc does not support, and gateway/kv/moves.py, which it cannot read.
 COMPILED = {
-    "scheduling": "admission arrival chooser dispatcher engine estimate idle order pace placement prompts queues "
+    "scheduling": "admission arrival chooser dispatcher engine estimate idle leg_rate order placement prompts queues "
     "residency scheduler slowness state tool_calls",
     "predictor": "forecast groups lattice lengths pace tabular",
     "store": "embedded",

@@ -1,5 +1,5 @@
-"""What it is worth that legs are sent ahead (scheduling/pace.py): `python -m tests.bench.ahead [SEEDS]`, simulated, or
-`python -m tests.bench.ahead --real VENV`, on a vLLM server of that environment on the CPU.
+"""What it is worth that legs are sent ahead (scheduling/leg_rate.py): `python -m tests.bench.ahead [SEEDS]`, simulated,
+or `python -m tests.bench.ahead --real VENV`, on a vLLM server of that environment on the CPU.
 
 Turns are short and wait for slots, not for KV. The simulated engine takes 10 ms for a request beside its steps, and
 prefills cost others nothing. Round-robin sends every turn to the engine, in whose own queue no slot is ever empty.

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from engines.profiles import load_profile
 from scheduling.gathering import Gathering
+from scheduling.leg_rate import LegRate
 from scheduling.limits import Limits
 from scheduling.logged import logged
-from scheduling.pace import Pace
 from scheduling.policy import HEDDLE, HEDDLE_PAPER, Policy
 from scheduling.types import Dispatch
 from tests.scheduling.fleet import Fleet
@@ -25,11 +25,11 @@ LAUNCH_S = EAGER.prefill_launch_s(0)
 
 def sender() -> Callable[[float, float, int, float], float]:
     """When the next leg is sent, by when it may begin, what a prefill costs others, how many they are, and a bound."""
-    pace, gathering = Pace(), Gathering()
+    rate, gathering = LegRate(), Gathering()
 
     def send_at(at: float, launch_s: float, num_running: int, max_s: float) -> float:
-        pace.note(at)
-        return gathering.send_at(at, launch_s, num_running, pace.interval_s, max_s)
+        rate.note(at)
+        return gathering.send_at(at, launch_s, num_running, rate.interval_s, max_s)
 
     return send_at
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from engines.profiles import load_profile
 from heddle.trial import simulated_makespan_s
 from scheduling.cost import EngineProfile
+from scheduling.leg_rate import LegRate
 from scheduling.limits import Limits
-from scheduling.pace import Pace
 from scheduling.policy import HEDDLE
 from tests.scheduling.fleet import Fleet
 from workloads.laws import draw, law_named
@@ -22,11 +22,11 @@ FAR = replace(NEAR, request_ms=20.0)
 EAGER = replace(FAR, prefill_least_tokens=1_000)
 
 
-def paced(interval_s: float, num_legs: int = 40) -> Pace:
-    pace = Pace()
+def rate_of(interval_s: float, num_legs: int = 40) -> LegRate:
+    rate = LegRate()
     for number in range(num_legs):
-        pace.note(number * interval_s)
-    return pace
+        rate.note(number * interval_s)
+    return rate
 
 
 @given(
@@ -40,30 +40,30 @@ def test_never_more_than_slots_are_ahead(
     gaps_s: list[float], request_s: float, launch_s: float, num_running: int, slots: int
 ) -> None:
     """Whatever came, and none before a rate is known, where requests take no time, or where gathering pays."""
-    pace, at = Pace(), 0.0
+    rate, at = LegRate(), 0.0
     for gap_s in gaps_s:
         at += gap_s
-        pace.note(at)
-    num_ahead = pace.num_ahead(request_s, launch_s, num_running, slots)
+        rate.note(at)
+    num_ahead = rate.num_ahead(request_s, launch_s, num_running, slots)
     assert 0 <= num_ahead <= slots
-    if len(gaps_s) < 16 or not request_s or launch_s * num_running > pace.interval_s:
+    if len(gaps_s) < 16 or not request_s or launch_s * num_running > rate.interval_s:
         assert num_ahead == 0
 
 
 def test_the_rate_follows_the_last_legs() -> None:
     """One a second, and later ten."""
-    pace = paced(1.0)
-    assert pace.interval_s == pytest.approx(1.0)
+    rate = rate_of(1.0)
+    assert rate.interval_s == pytest.approx(1.0)
     for number in range(100):
-        pace.note(39.0 + number / 10)
-    assert pace.interval_s == pytest.approx(0.1, rel=0.05)
-    assert paced(1.0, num_legs=15).interval_s == inf
+        rate.note(39.0 + number / 10)
+    assert rate.interval_s == pytest.approx(0.1, rel=0.05)
+    assert rate_of(1.0, num_legs=15).interval_s == inf
 
 
 @pytest.mark.parametrize(("interval_s", "num_ahead"), [(10.0, 1), (0.1, 2), (0.016, 4), (0.006, 7), (0.0001, 64)])
 def test_as_many_are_ahead_as_end_meanwhile(interval_s: float, num_ahead: int) -> None:
     """In 20 ms on average 0.002, 0.2, 1.25, 3.3 and 200 legs end; that and two standard deviations, up to the slots."""
-    assert paced(interval_s).num_ahead(0.02, 0.0, 64, slots=64) == num_ahead
+    assert rate_of(interval_s).num_ahead(0.02, 0.0, 64, slots=64) == num_ahead
 
 
 def num_running(profile: EngineProfile | None, sends_ahead: bool = True) -> int:

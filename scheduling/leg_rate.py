@@ -15,7 +15,7 @@ from math import ceil, inf, sqrt
 _NUM_LEGS = 16
 
 
-class Pace:
+class LegRate:
     """The legs that begin at one engine.
 
     Args:
