@@ -13,12 +13,13 @@ from statistics import geometric_mean
 from heddle.trial import simulated_makespan_s
 from scheduling.cost import EngineProfile
 from scheduling.limits import Limits
-from tests.simulator.test_h200 import AT_ONCE, h200
+from tests.simulator.test_h200 import h200
 from workloads.laws import draw, law_named
 
 # Of the coding law: lengths, trajectories, engines and KV tokens of each.
 WORKLOADS = ((0.1, 128, 1, 30_000), (0.1, 400, 4, 30_000), (0.3, 256, 2, 100_000), (1.0, 128, 1, 300_000))
 TOGETHER = Limits()
+AT_ONCE = Limits(gather_max_s=0.0)
 
 
 def engines() -> dict[str, EngineProfile]:

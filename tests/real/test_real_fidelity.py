@@ -67,7 +67,7 @@ async def test_a_simulated_rollout_takes_as_long_as_the_real_one(
     # The time of a turn outside the engine and its requests: gateway and agent.
     overhead_s = overhead_of(median(play.makespan_s for play in probes), fitted.profile)
     real_s = median(play.makespan_s for play in plays)
-    at_once = Limits(gather_max_s=0.0)  # the gateway does not know the profile
+    at_once = Limits(gather_max_s=0.0, sends_ahead=False)  # the gateway does not know the profile
     simulated_s = simulated_makespan_s(workload, [fitted.profile], "heddle", overhead_s, at_once)
     error = simulated_s / real_s - 1
     with capsys.disabled():

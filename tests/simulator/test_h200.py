@@ -22,7 +22,7 @@ PROBE_S = 1.606
 TEMPLATE_TOKENS = 21
 """What the model's template adds once to a trajectory, with its second turn."""
 
-AT_ONCE = Limits(gather_max_s=0.0)
+AT_ONCE = Limits(gather_max_s=0.0, sends_ahead=False)
 TOGETHER = Limits()
 REAL_S = {
     ("round-robin", AT_ONCE, 1): (44.2, 45.3),
