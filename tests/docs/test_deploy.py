@@ -61,10 +61,16 @@ def test_alerts_are_for_each_gateway_by_itself() -> None:
         assert not aggregated, rule["alert"]
 
 
-def test_alerts_fire_when_they_should() -> None:
-    """See alerts.yaml. `HeddleNoEngine` did not fire when turns waited because all ready engines were cordoned."""
-    if (promtool := shutil.which("promtool")) is None:
+@pytest.fixture
+def promtool() -> str:
+    """Prometheus' own checks; none of what the other tests check depends on it."""
+    if (program := shutil.which("promtool")) is None:
         pytest.skip("promtool is not installed")
+    return program
+
+
+def test_alerts_fire_when_they_should(promtool: str) -> None:
+    """See alerts.yaml. `HeddleNoEngine` did not fire when turns waited because all ready engines were cordoned."""
     subprocess.run([promtool, "test", "rules", str(Path(__file__).with_name("alerts.yaml"))], check=True)
 
 
@@ -221,16 +227,21 @@ def test_compose_mounts_files_of_the_checkout(name: str) -> None:
         assert source in COMPOSE["volumes"] or (ROOT / "deploy/compose" / source).is_file()
 
 
-def test_the_prometheus_of_compose_asks_the_gateway_and_knows_the_alerts(tmp_path: Path) -> None:
-    """Under the job's name that the alerts have, with files where its container has them."""
+def test_the_prometheus_of_compose_asks_the_gateway_and_finds_the_alerts() -> None:
+    """Under the job's name that the alerts have, and beside its settings, where its container has them."""
     config = yaml.safe_load((ROOT / "deploy/compose/prometheus.yaml").read_text())
     (job,) = config["scrape_configs"]
     (target,) = job["static_configs"]
     port = COMPOSE["services"]["gateway"]["ports"][0].rpartition(":")[2]
     assert target["targets"] == [f"gateway:{port}"]
     assert f'job="{job["job_name"]}"' in str(rules())
-    if (promtool := shutil.which("promtool")) is None:
-        pytest.skip("promtool is not installed")
+    there = mounts("prometheus")
+    alerts = Path(there["./prometheus.yaml"]).parent / config["rule_files"][0]
+    assert str(alerts) == there["../prometheus/alerts.yaml"]
+
+
+def test_prometheus_accepts_the_settings_of_compose(tmp_path: Path, promtool: str) -> None:
+    """With files where its container has them."""
     for source, there in mounts("prometheus").items():
         if source not in COMPOSE["volumes"]:
             shutil.copy(ROOT / "deploy/compose" / source, tmp_path / Path(there).name)
