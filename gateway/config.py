@@ -225,7 +225,7 @@ class Settings(BaseSettings):
     sends_ahead: bool = Field(
         True,
         description="Send a few turns before a slot is free: as many as end while a request is on its way to the "
-        "engine's steps; only with a measured profile.",
+        "engine's steps and back. Not if `slots` is below what the engine runs.",
     )
     trajectory_ttl_s: float = Field(3_600.0, gt=0, description="A trajectory that is idle this long has ended.")
     retention_s: float = Field(3_600.0, gt=0, description="How long an ended trajectory can still be read.")

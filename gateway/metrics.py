@@ -198,6 +198,9 @@ class _State(Collector):
         used = GaugeMetricFamily(
             "heddle_engine_kv_used_ratio", "Share of KV in use, as the engine reports it.", labels=["engine"]
         )
+        transit = GaugeMetricFamily(
+            "heddle_engine_transit_seconds", "Time of a leg outside its steps, there and back.", labels=["engine"]
+        )
         for member in self._fleet.members():
             # The address, not the id: a relaunched server continues the same series.
             name = [member.settings.url.partition("://")[2]]
@@ -206,7 +209,8 @@ class _State(Collector):
             legs.add_metric(name, member.num_legs)
             claimed.add_metric(name, engine.kv_held if engine is not None else 0)
             used.add_metric(name, member.observation.kv_used_share if member.observation else 0.0)
-        return [up, legs, claimed, used]
+            transit.add_metric(name, engine.transit.leg_s if engine is not None else 0.0)
+        return [up, legs, claimed, used, transit]
 
 
 class _TextPredictions(Collector):

@@ -32,6 +32,7 @@ from loadtest.rivalry import Counts
 from predictor.tabular import TabularPredictor
 from scheduling.cost import EngineProfile
 from scheduling.limits import Limits
+from simulator.conditions import PLAIN, Conditions
 from simulator.rollout import Rollout
 from simulator.runs import policy_named
 from workloads.laws import LAWS, draw, law_named
@@ -263,6 +264,7 @@ def simulated_makespan_s(
     policy: str,
     overhead_s: float,
     limits: Limits = Limits(),  # noqa: B008 - it is frozen
+    conditions: Conditions = PLAIN,
 ) -> float:
     """A rollout in virtual time. The time of a turn outside the engine extends its tool call."""
 
@@ -271,7 +273,8 @@ def simulated_makespan_s(
 
     trajectories = tuple(replace(t, turns=tuple(map(longer, t.turns))) for t in workload.trajectories)
     slowed = replace(workload, trajectories=trajectories)
-    return Rollout(slowed, list(profiles), policy_named(policy), limits, TabularPredictor()).run().makespan_s
+    rollout = Rollout(slowed, list(profiles), policy_named(policy), limits, TabularPredictor(), conditions=conditions)
+    return rollout.run().makespan_s
 
 
 def comparison(trials: Sequence[Trial]) -> Table:

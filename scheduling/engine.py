@@ -18,7 +18,8 @@ from scheduling.prompts import Prompts
 from scheduling.slowness import LEARNS_EVERY_S, Slowness
 from scheduling.state import Queue, Trajectory, Turn
 from scheduling.tool_calls import ToolCalls
-from scheduling.types import EngineSpec
+from scheduling.transit import Transit
+from scheduling.types import EngineLoad, EngineSpec
 
 # After a trajectory left an engine, its longest remaining output is looked up again at most this often: a scan of its
 # residents at every event would cost more than the precision is worth.
@@ -50,11 +51,12 @@ class Engine:
         reserved_for: a waiting turn that it gathers room for. Other turns enter only if they are more urgent.
         slowness: how slow it is, if nobody measured it.
         leg_rate: how often legs begin here.
+        transit: how long they are on their way.
         gathering: when they are sent.
         num_slots: legs that may be here: those that run, and those that are sent ahead (leg_rate.py).
         room: tokens of the longest context that it can ever hold; infinite if unknown.
         may_gather: it is known that legs which begin together save it time.
-        counts_legs: what a leg costs beside its tokens is known, so it matters how often they begin.
+        is_roomy: it was seen to run more than its slots. So these are not its own limit, and nothing is sent ahead.
         learns_at: from when on it learns from the next turn that ends here; never if its profile is known.
     """
 
@@ -77,17 +79,19 @@ class Engine:
     longest_at: float = 0.0
     slowness: Slowness = field(default_factory=Slowness)
     leg_rate: LegRate = field(default_factory=LegRate)
+    is_roomy: bool = False
+    transit: Transit = field(init=False)
     gathering: Gathering = field(default_factory=Gathering)
     num_slots: int = field(init=False)
     room: float = field(init=False)
     may_gather: bool = field(init=False)
-    counts_legs: bool = field(init=False)
     learns_at: float = field(init=False)
     _timing: EngineProfile = field(init=False)
     _facts: EngineFacts = field(init=False)
     _prefill_s: float | None = None
 
     def __post_init__(self) -> None:
+        self.transit = Transit(_request_s(self.spec))
         self._facts = EngineFacts(self.spec.engine_id, UNMEASURED, num_turns=0, work=self.work, prompts=self.prompts)
         self._describe()
 
@@ -121,8 +125,17 @@ class Engine:
         """Apply what the engine reports about itself."""
         self.accepting = accepting
         if spec != self.spec:
-            self.spec = spec
+            before, self.spec = self.spec, spec
+            if before.profile != spec.profile:
+                self.transit = Transit(_request_s(spec))
+            self.is_roomy = self.is_roomy and before.slots == spec.slots
             self._describe()
+
+    def look(self, load: EngineLoad, at: float) -> None:
+        """Learn from what the engine says that it has at this moment."""
+        self.is_roomy = self.is_roomy or load.num_running > self.spec.slots
+        if not self._gathers:
+            self.transit.look(at, len(self.running) - load.num_running - load.num_waiting)
 
     def learn(self, turn: Turn, prompt_tokens: int, output_tokens: int, at: float) -> None:
         """Learn how slow this engine is from a turn that ends here: its time against that of the assumed profile.
@@ -146,13 +159,12 @@ class Engine:
         self._facts.ranks = first, end
 
     def note_leg(self, at: float, sends_ahead: bool) -> None:
-        """A leg begins now: where a request takes time to arrive, others may be sent ahead."""
+        """A leg begins now: others may be sent ahead of a free slot."""
         self.leg_rate.note(at)
-        if not sends_ahead:
-            return
-        timing, launch_s = self._timing, self._timing.prefill_launch_s(0)
-        num_ahead = self.leg_rate.num_ahead(timing.request_ms / 1000, launch_s, len(self.running), timing.slots)
-        self.num_slots = timing.slots + num_ahead
+        self.transit.note()
+        self.num_slots, transit_s = self.spec.slots, self.transit.leg_s
+        if transit_s and sends_ahead and not self.is_roomy and not self._gathers:
+            self.num_slots += self.leg_rate.num_ahead(transit_s, self.spec.slots)
 
     def send_at(self, num_tokens: int, at: float, max_s: float) -> float:
         """When a leg that may begin now and prefills this many tokens is sent; 0: at once."""
@@ -236,6 +248,11 @@ class Engine:
             room_share=self.work.room_share,
         )
 
+    @property
+    def _gathers(self) -> bool:
+        """It pays here that legs begin together, so none is sent alone."""
+        return self.may_gather and self._timing.prefill_launch_s(0) * len(self.running) > self.leg_rate.interval_s
+
     def _context_s(self) -> float:
         """Seconds to prefill a context of its residents' mean length."""
         if self._prefill_s is None:  # asked for each waiting turn; constant until this engine changes
@@ -254,7 +271,6 @@ class Engine:
         self.num_slots = spec.slots
         self.learns_at = inf if spec.profile else 0.0
         self.may_gather = timing.prefill_launch_s(0) > 0.0
-        self.counts_legs = self.may_gather or timing.request_ms > 0.0
         self.room = spec.max_context_tokens or spec.kv_capacity_tokens or inf
         facts.tp = spec.tp
         facts.estimate_finish()
@@ -285,3 +301,8 @@ class Engine:
         facts.uncached_tokens = self.uncached_tokens
         self.work.room_share = self.kv_held / self.kv_claimed if self.kv_claimed else 1.0
         facts.finish_s, facts.added_s = estimate_finish_s(facts.profile, self.work), UNKNOWN_S
+
+
+def _request_s(spec: EngineSpec) -> float:
+    """How long its profile says that a request is on its way."""
+    return spec.profile.request_ms / 1000 if spec.profile else 0.0

@@ -1,9 +1,9 @@
 """How often legs begin at an engine, and how many may be sent before a slot is free for them.
 
-A request is on its way to the engine's steps for a while (`request_ms`): HTTP, rendering, tokenizing. If a leg is only
-sent once another has ended, the slot is empty for so long, and where turns are short that is much of the time. So some
-are sent *ahead*, and wait in the engine: as many as end meanwhile. They end at random, so two standard deviations of a
-Poisson count are added: a leg too many waits where it will run anyway, a leg too few leaves a slot empty.
+A leg is on its way for a while (transit.py). If it is only sent once another has ended, the slot is empty for so long,
+and where turns are short that is much of the time. So some are sent *ahead*, and wait in the engine: as many as end
+meanwhile. They end at random, so two standard deviations of a Poisson count are added: a leg too many waits where it
+will run anyway, a leg too few leaves a slot empty.
 
 Not where each prefill costs a launch that all who run must wait for, and gathering pays (gathering.py): legs that are
 ahead begin one by one, each with its own.
@@ -39,17 +39,15 @@ class LegRate:
         if self._num_legs >= _NUM_LEGS:
             self.interval_s = self._mean_s
 
-    def num_ahead(self, request_s: float, launch_s: float, num_running: int, slots: int) -> int:
+    def num_ahead(self, transit_s: float, slots: int) -> int:
         """Legs that may be sent before a slot is free; at most as many as there are slots.
 
         Args:
-            request_s: for how long a request is on its way.
-            launch_s: by how much a step that prefills takes longer, beside its tokens.
-            num_running: legs that wait for that step.
+            transit_s: for how long a leg is on its way.
         """
-        if not request_s or self.interval_s == inf or launch_s * num_running > self.interval_s:
+        if not transit_s or self.interval_s == inf:
             return 0
-        if self.interval_s * slots <= request_s:
+        if self.interval_s * slots <= transit_s:
             return slots
-        meanwhile = request_s / self.interval_s
+        meanwhile = transit_s / self.interval_s
         return min(ceil(meanwhile + 2.0 * sqrt(meanwhile)), slots)

@@ -323,6 +323,8 @@ class Scheduler:
             self._settle_residents(engine)
         before = engine.accepting, engine.spec.models, engine.room
         engine.report(event.spec, event.accepting)
+        if event.load is not None:
+            engine.look(event.load, self._at)
         if before != (engine.accepting, engine.spec.models, engine.room):
             self._dispatcher.route_anew(engine, actions)
         self._dispatcher.fill(engine, actions)

@@ -4,7 +4,7 @@ All of it is data. Instants (`at`, `*_at`) are seconds on the driver's clock, an
 """
 
 from collections.abc import Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 
 from scheduling.cost import EngineProfile
@@ -204,12 +204,12 @@ class EngineReported:
     """An engine is there. If not `accepting` (cordoned, draining), it only finishes what it runs.
 
     Args:
-        load: for readers of the event log; the scheduler uses its own counts, which are newer.
+        load: what the engine says of itself at this moment; None if it was not asked anew.
     """
 
     at: float
     spec: EngineSpec
-    load: EngineLoad = field(default_factory=EngineLoad)
+    load: EngineLoad | None = None
     accepting: bool = True
 
 

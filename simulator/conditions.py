@@ -93,12 +93,14 @@ class Conditions:
     Args:
         transfer: None: contexts are computed again on the new engine.
         reshape: None: the fleet does not change.
+        tells_profiles: the scheduler knows the engines' profiles, as if they had been measured.
     """
 
     features: Features = field(default_factory=Features)
     transfer: Transfer | None = None
     faults: Faults = field(default_factory=Faults)
     reshape: Reshape | None = None
+    tells_profiles: bool = True
 
     def features_of(self, role: Role) -> Features:
         """The features of an engine that is launched in this role."""

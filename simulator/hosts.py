@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from scheduling.cost import EngineProfile
 from scheduling.estimate import Remaining
 from scheduling.scaling import PlannedEngine, Role
-from scheduling.types import EngineLost, EngineReported, EngineSpec, Event
+from scheduling.types import EngineLoad, EngineLost, EngineReported, EngineSpec, Event
 from simulator.agenda import Agenda
 from simulator.conditions import Conditions
 from simulator.fault_draws import FaultDraws
@@ -13,6 +13,8 @@ from simulator.host import Host
 from simulator.reshape import Reshaper
 
 MODEL = "simulated"
+LOOKS_EVERY_S = 1.0
+"""As the gateway's `observe_interval_s`."""
 
 
 class Hosts:
@@ -86,7 +88,23 @@ class Hosts:
         features = self._conditions.features_of(self._places[engine_id].role)
         host = Host(engine_id, profile, features, now, by_priority=self._by_priority)
         self.hosts[engine_id] = host
-        self._handle(EngineReported(now, _spec(host)))
+        self._handle(EngineReported(now, self._spec(host)))
+        if profile.request_ms:
+            self._agenda.note(now + LOOKS_EVERY_S, self._look, engine_id)
+
+    def _look(self, engine_id: str) -> None:
+        """The engine tells what it has. One that takes no time for a request would tell nothing new."""
+        host = self.hosts[engine_id]
+        if host.ended_at is None:
+            counts, now = host.engine.counts(), self._agenda.now
+            self._handle(EngineReported(now, self._spec(host), EngineLoad(counts.num_running, counts.num_waiting)))
+            self._agenda.note(now + LOOKS_EVERY_S, self._look, engine_id)
+
+    def _spec(self, host: Host) -> EngineSpec:
+        profile = host.profile
+        told = profile if self._conditions.tells_profiles else None
+        models = frozenset({MODEL})
+        return EngineSpec(host.engine_id, models, profile.slots, profile.kv_capacity_tokens, profile.tp, told)
 
     def _alive(self) -> list[Host]:
         return [host for host in self.hosts.values() if host.ended_at is None]
@@ -137,12 +155,6 @@ class Hosts:
 
     def _retire(self, host: Host) -> None:
         """Stop an engine as a controller does: it accepts nothing new, what runs there is paused, then it is gone."""
-        self._handle(EngineReported(self._agenda.now, _spec(host), accepting=False))
+        self._handle(EngineReported(self._agenda.now, self._spec(host), accepting=False))
         self._pause_legs(host)
         self._lose(host)
-
-
-def _spec(host: Host) -> EngineSpec:
-    profile = host.profile
-    models = frozenset({MODEL})
-    return EngineSpec(host.engine_id, models, profile.slots, profile.kv_capacity_tokens, profile.tp, profile)

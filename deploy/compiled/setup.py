@@ -13,7 +13,7 @@ from setuptools import setup
 # - with asynchronous generators, which mypyc does not support, and gateway/kv/moves.py, which it cannot read.
 COMPILED = {
     "scheduling": "admission arrival chooser dispatcher engine estimate idle leg_rate order placement prompts queues "
-    "residency scheduler slowness state tool_calls",
+    "residency scheduler slowness state tool_calls transit",
     "predictor": "forecast groups lattice lengths pace tabular",
     "store": "embedded",
     "engines/http": "client connection pool response",

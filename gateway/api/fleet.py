@@ -87,6 +87,7 @@ class Engines:
             "kv_used_share": seen.kv_used_share if seen else None,
             "num_trajectories": len(known.claims) if known else 0,
             "finish_s": known.finish_s if known else None,
+            "transit_s": known.transit.leg_s if known else None,
             "num_running": seen.num_running if seen else None,
             "num_waiting": seen.num_waiting if seen else None,
             "moves_kv": member.moves_kv,

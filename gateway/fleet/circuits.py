@@ -68,8 +68,12 @@ class Circuits:
         """Have an engine's turns continue elsewhere."""
         self._post(EngineLost(self._clock(), member.engine_id))
 
-    def report(self, member: Member) -> None:
-        """Report an engine's state to the scheduler, if the engine may be used."""
+    def report(self, member: Member, *, is_look: bool = False) -> None:
+        """Report an engine's state to the scheduler, if the engine may be used.
+
+        Args:
+            is_look: it was observed just now.
+        """
         seen = member.observation
         if member.state is not EngineState.READY or seen is None:
             return
@@ -86,7 +90,8 @@ class Circuits:
                 filter(None, (capacity, *(model.max_context_tokens for model in member.models))), default=0
             ),
         )
-        load = EngineLoad(seen.num_running, seen.num_waiting, int(seen.kv_used_share * capacity))
+        used_tokens = int(seen.kv_used_share * capacity)
+        load = EngineLoad(seen.num_running, seen.num_waiting, used_tokens) if is_look else None
         self._post(EngineReported(self._clock(), spec, load, accepting=member.takes_turns))
 
     def changed(self) -> None:

@@ -103,7 +103,7 @@ class Watch:
             self._known.note(member)
             self._circuits.changed()
             self._circuits.came()
-        self._circuits.report(member)
+        self._circuits.report(member, is_look=True)
 
     async def _discover(self, member: Member) -> None:
         """Ask a new process what it is."""

@@ -30,7 +30,13 @@ from workloads.laws import draw, law_named
 # Slots, lengths and trajectories.
 CASES = ((4, 0.03, 64), (16, 0.1, 128), (64, 0.1, 512), (256, 0.3, 1024))
 OFF = Limits(sends_ahead=False)
-_MODES = {"ahead": ("heddle", "true"), "not ahead": ("heddle", "false"), "round-robin": ("round-robin", "true")}
+# Policy, `sends_ahead`, and whether the gateway knows the engine's profile.
+_MODES = {
+    "ahead": ("heddle", "true", False),
+    "ahead, measured": ("heddle", "true", True),
+    "not ahead": ("heddle", "false", False),
+    "round-robin": ("round-robin", "true", False),
+}
 _REPEATS = 3
 
 
@@ -63,9 +69,9 @@ async def real(venv: Path, work: Path) -> None:
             for seed in (1, 2):
                 workload = draw(law_named("coding"), 64, seed, scale=0.03)
                 for name in list(_MODES)[:: -1 if repeat % 2 else 1]:
-                    policy, os.environ["HEDDLE_SENDS_AHEAD"] = _MODES[name]
+                    policy, os.environ["HEDDLE_SENDS_AHEAD"], is_measured = _MODES[name]
                     await clear_prefix_cache(server.url)
-                    profile = f"{work / 'profile.toml'}:tiny-cpu-tp1"
+                    profile = f"{work / 'profile.toml'}:tiny-cpu-tp1" if is_measured else None
                     async with local_gateway([server.url], policy, work, profile=profile) as gateway:
                         settings = ReplaySettings(f"{gateway}/v1", stream_share=0.0, client="raw")
                         result = await play(workload, name, settings, console)

@@ -1,6 +1,7 @@
 """When an engine's circuit opens and closes, and what it reports to the scheduler: faults in, events out."""
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ class Site:
         """A successful observation; returns what is reported of it."""
         self.member.observation = observation
         self.circuits.close(self.member)
-        self.circuits.report(self.member)
+        self.circuits.report(self.member, is_look=True)
         reported = self.events.pop()
         assert isinstance(reported, EngineReported)
         return reported
@@ -98,6 +99,8 @@ def test_the_scheduler_gets_what_an_engine_reports() -> None:
     assert (spec.engine_id, spec.models, spec.slots) == ("10.0.0.1:8000", frozenset({"a", "b"}), 64)
     assert (spec.kv_capacity_tokens, spec.tp, spec.profile) == (10_000, 2, None)
     assert reported.load == EngineLoad(3, 2, 5_000)
+    site.circuits.report(site.member)
+    assert site.events == [replace(reported, load=None)], "a change that the gateway makes is no look"
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from heddle.rollouts import local_gateway
 from heddle.trial import PROBE, overhead_of, simulated_makespan_s
 from loadtest.replayer import ReplaySettings, replay
 from loadtest.results import RolloutResult
-from scheduling.limits import Limits
+from simulator.conditions import Conditions
 from workloads.laws import draw, law_named
 from workloads.trajectories import Workload
 
@@ -67,8 +67,8 @@ async def test_a_simulated_rollout_takes_as_long_as_the_real_one(
     # The time of a turn outside the engine and its requests: gateway and agent.
     overhead_s = overhead_of(median(play.makespan_s for play in probes), fitted.profile)
     real_s = median(play.makespan_s for play in plays)
-    at_once = Limits(gather_max_s=0.0, sends_ahead=False)  # the gateway does not know the profile
-    simulated_s = simulated_makespan_s(workload, [fitted.profile], "heddle", overhead_s, at_once)
+    untold = Conditions(tells_profiles=False)  # the gateway does not know the profile
+    simulated_s = simulated_makespan_s(workload, [fitted.profile], "heddle", overhead_s, conditions=untold)
     error = simulated_s / real_s - 1
     with capsys.disabled():
         times = ", ".join(f"{play.makespan_s:.1f}" for play in plays)

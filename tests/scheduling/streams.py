@@ -7,6 +7,7 @@ from scheduling.scheduler import Scheduler
 from scheduling.types import (
     Action,
     Dispatch,
+    EngineLoad,
     EngineLost,
     EngineReported,
     EngineSpec,
@@ -126,7 +127,8 @@ class Stream:
         dice = self.dice
         models = frozenset(dice.choice(["m", "n", "mn", "mn"]))
         spec = EngineSpec(dice.choice(self.engines), models, dice.randint(1, 4), dice.choice([0, 100, 100]))
-        return EngineReported(self.at, spec, accepting=dice.random() < 0.8)
+        load = EngineLoad(dice.randint(0, 6), dice.randint(0, 3)) if dice.random() < 0.5 else None
+        return EngineReported(self.at, spec, load, accepting=dice.random() < 0.8)
 
     def _lost(self) -> Event:
         return EngineLost(self.at, self.dice.choice(self.engines))

@@ -33,6 +33,7 @@ from scheduling.types import (
     Action,
     Dispatch,
     EngineLeaving,
+    EngineLoad,
     EngineLost,
     EngineReported,
     EngineSpec,
@@ -223,6 +224,7 @@ class AnyOrder(RuleBasedStateMachine):
         kv=st.sampled_from([0, KV, KV, KV // 2]),
         accepting=st.sampled_from([True, True, False]),
         profile=st.sampled_from([None, None, EAGER, FAR]),
+        load=st.none() | st.builds(EngineLoad, st.integers(0, 8), st.integers(0, 8)),
     )
     def report(
         self,
@@ -232,10 +234,11 @@ class AnyOrder(RuleBasedStateMachine):
         kv: int,
         accepting: bool,
         profile: EngineProfile | None,
+        load: EngineLoad | None,
     ) -> None:
         self.engines[engine_id] = EngineSpec(engine_id, frozenset(models), slots, kv, profile=profile)
         (self.cordoned.discard if accepting else self.cordoned.add)(engine_id)
-        self.handle(EngineReported(self.at, self.engines[engine_id], accepting=accepting))
+        self.handle(EngineReported(self.at, self.engines[engine_id], load, accepting))
 
     @rule(engine_id=st.sampled_from(ENGINES))
     def evacuate(self, engine_id: str) -> None:
@@ -332,7 +335,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.running[dispatch.turn_id] = dispatch
         if self.policy.holds_turns:
             engine = self.scheduler.engines[dispatch.engine_id]
-            num_ahead = engine.spec.slots if engine.spec.profile is FAR else 0
+            num_ahead = engine.spec.slots if engine.transit.leg_s and not engine.is_roomy else 0
             assert len(engine.running) <= engine.spec.slots + num_ahead
 
     def is_too_small(self, engine_id: str, turn: Turn) -> bool:

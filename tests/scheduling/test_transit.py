@@ -1,0 +1,73 @@
+"""How long legs are on their way, from what an engine says that it has."""
+
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scheduling.transit import Transit
+
+
+def looked(transit: Transit, legs_per_s: float, num_on_way: float, num_looks: int, at: float = 0.0) -> Transit:
+    """Looks a second apart, which find the whole numbers around `num_on_way` in turns, so that it is their mean."""
+    due_legs = due = 0.0
+    for number in range(1, num_looks + 1):
+        due_legs, due = due_legs + legs_per_s, due + num_on_way
+        while due_legs >= 1.0:
+            transit.note()
+            due_legs -= 1.0
+        seen = round(due)
+        due -= seen
+        transit.look(at + number, seen)
+    return transit
+
+
+@pytest.mark.parametrize(
+    ("legs_per_s", "transit_s"), [(100.0, 0.01), (20.0, 0.2), (2.0, 1.5), (0.2, 6.0), (1_000.0, 0.0005)]
+)
+def test_it_is_what_is_on_the_way_by_what_begins(legs_per_s: float, transit_s: float) -> None:
+    """Little's law, whether many legs are on their way or mostly none, and whether some begin before each look or
+    before each fifth. At low rates what was assumed counts longer.
+    """
+    transit = looked(Transit(), legs_per_s, legs_per_s * transit_s, 200)
+    assert transit.leg_s == pytest.approx(transit_s * 25 * legs_per_s / (25 * legs_per_s + 10), rel=0.1)
+
+
+def test_legs_that_come_and_go_at_random() -> None:
+    """40 a second, each on its way for 5 to 95 ms; looks are at fixed instants, and see who happens to be there."""
+    dice, transit = Random(5), Transit()
+    sent_at, arrives_at, look_at = 0.0, list[float](), 1.0
+    while look_at < 300.0:
+        sent_at += dice.expovariate(40.0)
+        while look_at < sent_at:
+            transit.look(look_at, sum(one > look_at for one in arrives_at[-100:]))
+            look_at += 1.0
+        transit.note()
+        arrives_at.append(sent_at + dice.uniform(0.005, 0.095))
+    assert transit.leg_s == pytest.approx(0.05, rel=0.25)
+
+
+def test_a_profile_counts_until_looks_tell_more() -> None:
+    """And a new time is known after half a minute."""
+    transit = Transit(0.006)
+    assert transit.leg_s == 0.006
+    assert looked(transit, 50.0, 1.0, 1).leg_s == pytest.approx((1 + 0.06) / 60)
+    assert looked(transit, 50.0, 1.0, 100, at=1.0).leg_s == pytest.approx(0.02, rel=0.03)
+    assert looked(transit, 50.0, 4.0, 30, at=101.0).leg_s == pytest.approx(0.08 - 0.06 * 0.96**30, rel=0.05)
+
+
+@given(
+    st.floats(0.0, 1.0),
+    st.lists(st.tuples(st.floats(0.0, 3.0), st.integers(0, 5), st.integers(-300, 300)), max_size=30),
+)
+def test_it_is_never_negative(assumed_s: float, looks: list[tuple[float, int, int]]) -> None:
+    """Nor, before a look found a leg on its way, more than what was assumed."""
+    transit, at, has_found = Transit(assumed_s), 0.0, False
+    for pause_s, num_legs, num_on_way in looks:
+        at, has_found = at + pause_s, has_found or num_on_way > 0
+        for _ in range(num_legs):
+            transit.note()
+        transit.look(at, num_on_way)
+        assert transit.leg_s >= 0.0
+        assert has_found or transit.leg_s <= assumed_s
