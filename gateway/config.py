@@ -319,8 +319,12 @@ class Settings(BaseSettings):
         description="Beyond `max_staleness`: `refuse` a trajectory's turns, or `restart` only a turn that is running.",
     )
 
-    default_slots: int = Field(
-        128, ge=1, description="Slots of an engine that does not report them; vLLM's default for max_num_seqs."
+    default_slots: int | None = Field(
+        None,
+        ge=1,
+        le=65_536,
+        description="Slots of an engine that does not report them (vLLM, unless in development mode). Unset: they are "
+        "searched for, from 128 on, as long as nothing waits in the engine.",
     )
     connect_timeout_s: float = Field(
         5.0, gt=0, description="Longest wait to connect to an engine; one on the same network accepts in milliseconds."

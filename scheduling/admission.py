@@ -1,6 +1,6 @@
 """Whether a turn may go to an engine now. Rules:
 
-11. If the policy holds turns, an engine gets at most `slots` of them, and those that are sent ahead (leg_rate.py).
+11. If the policy holds turns, an engine gets at most `slots` of them, and those that are sent ahead (transit.py).
 12. A trajectory that is not resident on an engine enters only if the KV claims there, its own included, stay under the
     watermark. Claims of trajectories in a tool call count. If nothing is claimed there, any trajectory enters, so that
     nothing waits forever.

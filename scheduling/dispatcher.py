@@ -363,7 +363,6 @@ class Dispatcher:
         turn.leg += 1
         turn.began_at, turn.stop_asked_at = self.at, None
         send_at = 0.0
-        engine.note_leg(self.at, self._limits.sends_ahead)
         if engine.may_gather and self._gather_max_s:
             send_at = engine.send_at(self._uncached(turn, engine), self.at, self._gather_max_s)
             if send_at:

@@ -12,9 +12,9 @@ from operator import itemgetter
 from scheduling.cost import EngineProfile
 from scheduling.estimate import Work, estimate_finish_s, vague_tokens
 from scheduling.gathering import Gathering
-from scheduling.leg_rate import LegRate
 from scheduling.placement import UNKNOWN_S, UNMEASURED, EngineFacts
 from scheduling.prompts import Prompts
+from scheduling.slot_search import SlotSearch
 from scheduling.slowness import LEARNS_EVERY_S, Slowness
 from scheduling.state import Queue, Trajectory, Turn
 from scheduling.tool_calls import ToolCalls
@@ -50,13 +50,14 @@ class Engine:
         tool_calls: how long the fleet's tool calls take.
         reserved_for: a waiting turn that it gathers room for. Other turns enter only if they are more urgent.
         slowness: how slow it is, if nobody measured it.
-        leg_rate: how often legs begin here.
-        transit: how long they are on their way.
+        transit: how long legs are on their way here.
         gathering: when they are sent.
-        num_slots: legs that may be here: those that run, and those that are sent ahead (leg_rate.py).
+        slots: turns that it runs at once, as far as is known.
+        num_slots: legs that may be here: those that run, and those that are sent ahead (transit.py).
         room: tokens of the longest context that it can ever hold; infinite if unknown.
         may_gather: it is known that legs which begin together save it time.
-        is_roomy: it was seen to run more than its slots. So these are not its own limit, and nothing is sent ahead.
+        is_roomy: it was seen to run more than the slots that somebody set. So these are not its own limit, and nothing
+            is sent ahead.
         learns_at: from when on it learns from the next turn that ends here; never if its profile is known.
     """
 
@@ -78,10 +79,11 @@ class Engine:
     reserved_for: Turn | None = None
     longest_at: float = 0.0
     slowness: Slowness = field(default_factory=Slowness)
-    leg_rate: LegRate = field(default_factory=LegRate)
     is_roomy: bool = False
     transit: Transit = field(init=False)
     gathering: Gathering = field(default_factory=Gathering)
+    slot_search: SlotSearch = field(default_factory=SlotSearch)
+    slots: int = field(init=False)
     num_slots: int = field(init=False)
     room: float = field(init=False)
     may_gather: bool = field(init=False)
@@ -131,11 +133,20 @@ class Engine:
             self.is_roomy = self.is_roomy and before.slots == spec.slots
             self._describe()
 
-    def look(self, load: EngineLoad, at: float) -> None:
-        """Learn from what the engine says that it has at this moment."""
-        self.is_roomy = self.is_roomy or load.num_running > self.spec.slots
-        if not self._gathers:
-            self.transit.look(at, len(self.running) - load.num_running - load.num_waiting)
+    def look(self, load: EngineLoad, at: float, sends_ahead: bool) -> None:
+        """Learn from what it says that it has at this moment: its slots, and how many legs may be sent ahead."""
+        if self.spec.slots_are_assumed:
+            self.slot_search.look(load)
+            if self.slot_search.slots != self.slots:
+                self._describe()
+        elif load.num_running > self.slots:
+            self.is_roomy = True
+        num_running = len(self.running)
+        gathers = self.may_gather and self.gathering.pays(self._timing.prefill_launch_s(0), num_running)
+        # Legs that gather are not on their way yet.
+        self.transit.look(at, None if gathers else num_running - load.num_running - load.num_waiting)
+        may_send = sends_ahead and not gathers and not self.is_roomy
+        self.num_slots = self.slots + (self.transit.num_ahead(self.slots) if may_send else 0)
 
     def learn(self, turn: Turn, prompt_tokens: int, output_tokens: int, at: float) -> None:
         """Learn how slow this engine is from a turn that ends here: its time against that of the assumed profile.
@@ -158,18 +169,10 @@ class Engine:
         """Set the ranks that a partition gives to it, as shares of the number of trajectories."""
         self._facts.ranks = first, end
 
-    def note_leg(self, at: float, sends_ahead: bool) -> None:
-        """A leg begins now: others may be sent ahead of a free slot."""
-        self.leg_rate.note(at)
-        self.transit.note()
-        self.num_slots, transit_s = self.spec.slots, self.transit.leg_s
-        if transit_s and sends_ahead and not self.is_roomy and not self._gathers:
-            self.num_slots += self.leg_rate.num_ahead(transit_s, self.spec.slots)
-
     def send_at(self, num_tokens: int, at: float, max_s: float) -> float:
         """When a leg that may begin now and prefills this many tokens is sent; 0: at once."""
         launch_s = self._timing.prefill_launch_s(num_tokens)
-        send_at = self.gathering.send_at(at, launch_s, len(self.running), self.leg_rate.interval_s, max_s)
+        send_at = self.gathering.send_at(at, launch_s, len(self.running), max_s)
         return send_at if send_at > at else 0.0
 
     def run(self, turn: Turn) -> None:
@@ -180,6 +183,7 @@ class Engine:
     def stop(self, turn: Turn) -> None:
         """Remove a leg that ended here."""
         del self.running[turn.turn_id]
+        self.transit.note_end()
         self._facts.num_turns -= 1
 
     def hold(self, turn: Turn) -> None:
@@ -248,11 +252,6 @@ class Engine:
             room_share=self.work.room_share,
         )
 
-    @property
-    def _gathers(self) -> bool:
-        """It pays here that legs begin together, so none is sent alone."""
-        return self.may_gather and self._timing.prefill_launch_s(0) * len(self.running) > self.leg_rate.interval_s
-
     def _context_s(self) -> float:
         """Seconds to prefill a context of its residents' mean length."""
         if self._prefill_s is None:  # asked for each waiting turn; constant until this engine changes
@@ -266,9 +265,9 @@ class Engine:
         facts, spec = self._facts, self.spec
         self._prefill_s = None
         timing = spec.profile or UNMEASURED
-        self._timing = replace(timing, slots=spec.slots, kv_capacity_tokens=spec.kv_capacity_tokens)
+        self.slots = self.num_slots = self.slot_search.slots if spec.slots_are_assumed else spec.slots
+        self._timing = replace(timing, slots=self.slots, kv_capacity_tokens=spec.kv_capacity_tokens)
         facts.profile = self._timing if spec.profile else self._timing.slower(self.slowness.ratio)
-        self.num_slots = spec.slots
         self.learns_at = inf if spec.profile else 0.0
         self.may_gather = timing.prefill_launch_s(0) > 0.0
         self.room = spec.max_context_tokens or spec.kv_capacity_tokens or inf

@@ -41,7 +41,7 @@ class Limits:
         gather_max_s: a turn that may run waits at most this long for others, to be prefilled in one step with them
             (gathering.py). On an H200 the rule itself asks for 0.05 to 0.2 s, and longer bounds change nothing
             (docs/studies.md); this one is for profiles that are wrong. 0: never.
-        sends_ahead: legs are sent before a slot is free for them, where a request takes time to arrive (leg_rate.py).
+        sends_ahead: legs are sent before a slot is free for them, where a request takes time to arrive (transit.py).
         trajectory_ttl_s: an idle trajectory is over after this long, for agents that never call finish.
         retention_s: how long an ended trajectory can still be read: a trainer reads a rollout when it is over.
         max_trajectories: trajectories kept in memory; the longest ended go first, then the longest idle. Thirty

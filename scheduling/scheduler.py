@@ -324,7 +324,7 @@ class Scheduler:
         before = engine.accepting, engine.spec.models, engine.room
         engine.report(event.spec, event.accepting)
         if event.load is not None:
-            engine.look(event.load, self._at)
+            engine.look(event.load, self._at, self.limits.sends_ahead)
         if before != (engine.accepting, engine.spec.models, engine.room):
             self._dispatcher.route_anew(engine, actions)
         self._dispatcher.fill(engine, actions)

@@ -67,6 +67,7 @@ class EngineSpec:
         kv_capacity_tokens: KV tokens that it holds; 0 if it does not report them, and then KV does not limit entry.
         profile: its timing; None if it was not measured.
         max_context_tokens: of the longest context that it can ever hold; 0: as many as its KV.
+        slots_are_assumed: nobody said how many turns it runs at once, so that is searched for (slot_search.py).
     """
 
     engine_id: str
@@ -76,6 +77,7 @@ class EngineSpec:
     tp: int = 1
     profile: EngineProfile | None = None
     max_context_tokens: int = 0
+    slots_are_assumed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,6 +94,7 @@ class Conditions:
         transfer: None: contexts are computed again on the new engine.
         reshape: None: the fleet does not change.
         tells_profiles: the scheduler knows the engines' profiles, as if they had been measured.
+        tells_slots: and how many turns they run at once.
     """
 
     features: Features = field(default_factory=Features)
@@ -101,6 +102,7 @@ class Conditions:
     faults: Faults = field(default_factory=Faults)
     reshape: Reshape | None = None
     tells_profiles: bool = True
+    tells_slots: bool = True
 
     def features_of(self, role: Role) -> Features:
         """The features of an engine that is launched in this role."""

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from scheduling.cost import EngineProfile
 from scheduling.estimate import Remaining
 from scheduling.scaling import PlannedEngine, Role
+from scheduling.slot_search import FIRST_SLOTS
 from scheduling.types import EngineLoad, EngineLost, EngineReported, EngineSpec, Event
 from simulator.agenda import Agenda
 from simulator.conditions import Conditions
@@ -89,11 +90,11 @@ class Hosts:
         host = Host(engine_id, profile, features, now, by_priority=self._by_priority)
         self.hosts[engine_id] = host
         self._handle(EngineReported(now, self._spec(host)))
-        if profile.request_ms:
+        if profile.request_ms or not self._conditions.tells_slots:
             self._agenda.note(now + LOOKS_EVERY_S, self._look, engine_id)
 
     def _look(self, engine_id: str) -> None:
-        """The engine tells what it has. One that takes no time for a request would tell nothing new."""
+        """The engine tells what it has. Otherwise that would be nothing new."""
         host = self.hosts[engine_id]
         if host.ended_at is None:
             counts, now = host.engine.counts(), self._agenda.now
@@ -101,10 +102,16 @@ class Hosts:
             self._agenda.note(now + LOOKS_EVERY_S, self._look, engine_id)
 
     def _spec(self, host: Host) -> EngineSpec:
-        profile = host.profile
-        told = profile if self._conditions.tells_profiles else None
-        models = frozenset({MODEL})
-        return EngineSpec(host.engine_id, models, profile.slots, profile.kv_capacity_tokens, profile.tp, told)
+        profile, conditions = host.profile, self._conditions
+        return EngineSpec(
+            host.engine_id,
+            frozenset({MODEL}),
+            profile.slots if conditions.tells_slots else FIRST_SLOTS,
+            profile.kv_capacity_tokens,
+            profile.tp,
+            profile if conditions.tells_profiles else None,
+            slots_are_assumed=not conditions.tells_slots,
+        )
 
     def _alive(self) -> list[Host]:
         return [host for host in self.hosts.values() if host.ended_at is None]

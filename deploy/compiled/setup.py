@@ -12,8 +12,8 @@ from setuptools import setup
 #   its structs have no fields);
 # - with asynchronous generators, which mypyc does not support, and gateway/kv/moves.py, which it cannot read.
 COMPILED = {
-    "scheduling": "admission arrival chooser dispatcher engine estimate idle leg_rate order placement prompts queues "
-    "residency scheduler slowness state tool_calls transit",
+    "scheduling": "admission arrival chooser dispatcher engine estimate idle order placement prompts queues "
+    "residency scheduler slot_search slowness state tool_calls transit",
     "predictor": "forecast groups lattice lengths pace tabular",
     "store": "embedded",
     "engines/http": "client connection pool response",

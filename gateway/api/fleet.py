@@ -81,7 +81,7 @@ class Engines:
             "models": [model.model_id for model in member.models],
             "tp": member.settings.tp,
             "profile": member.settings.profile,
-            "slots": known.spec.slots if known else member.slots,
+            "slots": known.slots if known else member.slots,
             "kv_capacity_tokens": known.spec.kv_capacity_tokens if known else None,
             "kv_claimed_tokens": known.kv_held if known else 0,
             "kv_used_share": seen.kv_used_share if seen else None,

@@ -19,6 +19,7 @@ from gateway.clock import Clock
 from gateway.config import Settings
 from gateway.fleet.member import EngineState, Member
 from gateway.turnlog import LOGGER
+from scheduling.slot_search import FIRST_SLOTS
 from scheduling.types import EngineLoad, EngineLost, EngineReported, EngineSpec, Event
 
 
@@ -77,11 +78,12 @@ class Circuits:
         seen = member.observation
         if member.state is not EngineState.READY or seen is None:
             return
+        slots = member.slots or seen.slots or self._settings.default_slots
         capacity = member.settings.kv_capacity_tokens or seen.kv_capacity_tokens or 0
         spec = EngineSpec(
             engine_id=member.engine_id,
             models=frozenset(model.model_id for model in member.models),
-            slots=member.slots or seen.slots or self._settings.default_slots,
+            slots=slots or FIRST_SLOTS,
             kv_capacity_tokens=max(capacity - member.kv_offered_tokens, 1) if capacity else 0,
             tp=member.settings.tp,
             profile=member.profile,
@@ -89,6 +91,7 @@ class Circuits:
             max_context_tokens=min(
                 filter(None, (capacity, *(model.max_context_tokens for model in member.models))), default=0
             ),
+            slots_are_assumed=slots is None,
         )
         used_tokens = int(seen.kv_used_share * capacity)
         load = EngineLoad(seen.num_running, seen.num_waiting, used_tokens) if is_look else None

@@ -23,11 +23,11 @@ OBSERVATION = Observation(3, 2, 0.5, 10_000, 64, 0.0, None)
 class Site:
     """One engine, and the events that its circuit posts."""
 
-    def __init__(self, faults_to_open: int = 3, **engine: Any) -> None:
+    def __init__(self, faults_to_open: int = 3, default_slots: int | None = 128, **engine: Any) -> None:
         settings = EngineSettings(url="http://10.0.0.1:8000", **engine)
         self.member = Member(settings, HttpClient(settings.url), None, settings.address, "run")
         self.events: list[Event] = []
-        chosen = load_settings(store="memory:", faults_to_open=faults_to_open, default_slots=128)
+        chosen = load_settings(store="memory:", faults_to_open=faults_to_open, default_slots=default_slots)
         self.circuits = Circuits(chosen, lambda: 5.0, self.events.append)
 
     def observed(self, observation: Observation = OBSERVATION) -> EngineReported:
@@ -120,6 +120,15 @@ def test_configured_and_requested_values_outrank_observed_ones(
     site.member.slots = requested_slots
     spec = site.observed(observation).spec
     assert (spec.slots, spec.kv_capacity_tokens) == (slots, kv_capacity_tokens)
+    assert not spec.slots_are_assumed
+
+
+def test_slots_that_nobody_tells_are_searched_for() -> None:
+    """Unless the gateway has a setting for such engines."""
+    silent = replace(OBSERVATION, slots=None)
+    assert Site(default_slots=None).observed(silent).spec.slots_are_assumed
+    assert not Site(default_slots=None).observed().spec.slots_are_assumed
+    assert not Site().observed(silent).spec.slots_are_assumed
 
 
 @pytest.mark.parametrize(("offered", "remaining"), [(4_000, 6_000), (10_000, 1), (12_000, 1)])

@@ -224,6 +224,7 @@ class AnyOrder(RuleBasedStateMachine):
         kv=st.sampled_from([0, KV, KV, KV // 2]),
         accepting=st.sampled_from([True, True, False]),
         profile=st.sampled_from([None, None, EAGER, FAR]),
+        is_assumed=st.sampled_from([False, False, True]),
         load=st.none() | st.builds(EngineLoad, st.integers(0, 8), st.integers(0, 8)),
     )
     def report(
@@ -234,9 +235,12 @@ class AnyOrder(RuleBasedStateMachine):
         kv: int,
         accepting: bool,
         profile: EngineProfile | None,
+        is_assumed: bool,
         load: EngineLoad | None,
     ) -> None:
-        self.engines[engine_id] = EngineSpec(engine_id, frozenset(models), slots, kv, profile=profile)
+        self.engines[engine_id] = EngineSpec(
+            engine_id, frozenset(models), slots, kv, profile=profile, slots_are_assumed=is_assumed
+        )
         (self.cordoned.discard if accepting else self.cordoned.add)(engine_id)
         self.handle(EngineReported(self.at, self.engines[engine_id], load, accepting))
 
@@ -335,8 +339,9 @@ class AnyOrder(RuleBasedStateMachine):
         self.running[dispatch.turn_id] = dispatch
         if self.policy.holds_turns:
             engine = self.scheduler.engines[dispatch.engine_id]
-            num_ahead = engine.spec.slots if engine.transit.leg_s and not engine.is_roomy else 0
-            assert len(engine.running) <= engine.spec.slots + num_ahead
+            num_ahead = engine.slots if engine.transit.leg_s and not engine.is_roomy else 0
+            assert len(engine.running) <= engine.slots + num_ahead
+            assert engine.slots == engine.spec.slots or engine.spec.slots_are_assumed
 
     def is_too_small(self, engine_id: str, turn: Turn) -> bool:
         """Whether an engine can never hold a turn's context, and another one that accepts turns can."""

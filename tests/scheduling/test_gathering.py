@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from engines.profiles import load_profile
 from scheduling.gathering import Gathering
-from scheduling.leg_rate import LegRate
 from scheduling.limits import Limits
 from scheduling.logged import logged
 from scheduling.policy import HEDDLE, HEDDLE_PAPER, Policy
@@ -25,13 +24,7 @@ LAUNCH_S = EAGER.prefill_launch_s(0)
 
 def sender() -> Callable[[float, float, int, float], float]:
     """When the next leg is sent, by when it may begin, what a prefill costs others, how many they are, and a bound."""
-    rate, gathering = LegRate(), Gathering()
-
-    def send_at(at: float, launch_s: float, num_running: int, max_s: float) -> float:
-        rate.note(at)
-        return gathering.send_at(at, launch_s, num_running, rate.interval_s, max_s)
-
-    return send_at
+    return Gathering().send_at
 
 
 @given(

@@ -12,10 +12,11 @@ from scheduling.transit import Transit
 def looked(transit: Transit, legs_per_s: float, num_on_way: float, num_looks: int, at: float = 0.0) -> Transit:
     """Looks a second apart, which find the whole numbers around `num_on_way` in turns, so that it is their mean."""
     due_legs = due = 0.0
+    transit.look(at, 0)
     for number in range(1, num_looks + 1):
         due_legs, due = due_legs + legs_per_s, due + num_on_way
         while due_legs >= 1.0:
-            transit.note()
+            transit.note_end()
             due_legs -= 1.0
         seen = round(due)
         due -= seen
@@ -43,7 +44,7 @@ def test_legs_that_come_and_go_at_random() -> None:
         while look_at < sent_at:
             transit.look(look_at, sum(one > look_at for one in arrives_at[-100:]))
             look_at += 1.0
-        transit.note()
+        transit.note_end()
         arrives_at.append(sent_at + dice.uniform(0.005, 0.095))
     assert transit.leg_s == pytest.approx(0.05, rel=0.25)
 
@@ -57,6 +58,22 @@ def test_a_profile_counts_until_looks_tell_more() -> None:
     assert looked(transit, 50.0, 4.0, 30, at=101.0).leg_s == pytest.approx(0.08 - 0.06 * 0.96**30, rel=0.05)
 
 
+@given(st.lists(st.floats(0.0, 2.0), min_size=1, max_size=400))
+def test_it_does_not_matter_when_it_is_looked_at(pauses_s: list[float]) -> None:
+    """A look that follows another at once, because an operator cordoned the engine, counts for little."""
+    transit, at, num_ended = Transit(), 0.0, 0.0
+    transit.look(at, 0)
+    for pause_s in pauses_s:
+        at += pause_s
+        while num_ended + 1 <= 40.0 * at:
+            transit.note_end()
+            num_ended += 1
+        transit.look(at, 2)
+        assert transit.leg_s <= 0.052 and transit.legs_per_s <= 44.0
+    if at > 60.0:
+        assert transit.leg_s == pytest.approx(0.05, rel=0.1)
+
+
 @given(
     st.floats(0.0, 1.0),
     st.lists(st.tuples(st.floats(0.0, 3.0), st.integers(0, 5), st.integers(-300, 300)), max_size=30),
@@ -67,7 +84,7 @@ def test_it_is_never_negative(assumed_s: float, looks: list[tuple[float, int, in
     for pause_s, num_legs, num_on_way in looks:
         at, has_found = at + pause_s, has_found or num_on_way > 0
         for _ in range(num_legs):
-            transit.note()
+            transit.note_end()
         transit.look(at, num_on_way)
         assert transit.leg_s >= 0.0
         assert has_found or transit.leg_s <= assumed_s

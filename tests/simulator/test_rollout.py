@@ -122,11 +122,12 @@ def test_siblings_with_ten_thousand_lengths_share_few_pieces() -> None:
 
 
 def test_a_request_occupies_its_slot_before_the_engine_has_it() -> None:
-    """On one slot each turn takes that much longer, although the engine does no work for it."""
+    """On one slot each turn takes that much longer, although the engine does no work for it, if none is sent ahead."""
     workload = single_trajectories(3, Turn(0, 100, 0.0))
-    one_slot = replace(TP4, slots=1)
+    one_slot, limits = replace(TP4, slots=1), replace(PATIENT, sends_ahead=False)
     plain_s = play(workload, [one_slot]).makespan_s
-    assert play(workload, [replace(one_slot, request_ms=250.0)]).makespan_s == pytest.approx(plain_s + 3 * 0.25)
+    far = [replace(one_slot, request_ms=250.0)]
+    assert play(workload, far, limits=limits).makespan_s == pytest.approx(plain_s + 3 * 0.25)
 
 
 @pytest.mark.parametrize(("request_ms", "last_s"), [(0.0, 3.0), (100.0, 3.0), (5_000.0, 7.0)])

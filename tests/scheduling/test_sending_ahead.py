@@ -1,7 +1,6 @@
 """Legs that are sent before a slot is free: how many, and what that is worth."""
 
 from dataclasses import replace
-from math import inf
 from statistics import fmean
 
 import pytest
@@ -11,9 +10,9 @@ from hypothesis import strategies as st
 from engines.profiles import load_profile
 from heddle.trial import simulated_makespan_s
 from scheduling.cost import EngineProfile
-from scheduling.leg_rate import LegRate
 from scheduling.limits import Limits
 from scheduling.policy import HEDDLE
+from scheduling.transit import Transit
 from scheduling.types import EngineLoad, EngineReported
 from simulator.conditions import Conditions
 from tests.scheduling.fleet import Fleet
@@ -24,40 +23,54 @@ FAR = replace(NEAR, request_ms=20.0)
 EAGER = replace(FAR, prefill_least_tokens=1_000)
 
 
-def rate_of(interval_s: float, num_legs: int = 40) -> LegRate:
-    rate = LegRate()
-    for number in range(num_legs):
-        rate.note(number * interval_s)
-    return rate
+def ended(legs_per_s: float, transit_s: float, num_looks: int = 40) -> Transit:
+    """An engine where so many legs end in a second, and whose profile is right."""
+    transit, num_legs = Transit(transit_s), 0.0
+    for number in range(1, num_looks + 1):
+        num_legs += legs_per_s
+        while num_legs >= 1.0:
+            transit.note_end()
+            num_legs -= 1.0
+        transit.look(float(number), None)
+    return transit
 
 
-@given(st.lists(st.floats(0.0, 10.0), max_size=40), st.floats(0.0, 5.0), st.integers(1, 256))
-def test_never_more_than_slots_are_ahead(gaps_s: list[float], transit_s: float, slots: int) -> None:
-    """Whatever came, and none before a rate is known, or where legs take no time to arrive."""
-    rate, at = LegRate(), 0.0
-    for gap_s in gaps_s:
-        at += gap_s
-        rate.note(at)
-    num_ahead = rate.num_ahead(transit_s, slots)
-    assert 0 <= num_ahead <= slots
-    if len(gaps_s) < 16 or not transit_s:
-        assert num_ahead == 0
+@given(
+    st.floats(0.0, 5.0),
+    st.lists(st.tuples(st.floats(0.0, 3.0), st.integers(0, 50), st.none() | st.integers(-300, 300)), max_size=30),
+    st.integers(1, 256),
+)
+def test_never_more_than_slots_are_ahead(
+    assumed_s: float, looks: list[tuple[float, int, int | None]], slots: int
+) -> None:
+    """Whatever came, and none before legs have ended, or where they take no time."""
+    transit, at = Transit(assumed_s), 0.0
+    for pause_s, num_ended, num_on_way in looks:
+        at += pause_s
+        for _ in range(num_ended):
+            transit.note_end()
+        transit.look(at, num_on_way)
+        assert 0 <= transit.num_ahead(slots) <= slots
+        assert (transit.num_ahead(slots) > 0) == (transit.leg_s * transit.legs_per_s > 0.0)
 
 
-def test_the_rate_follows_the_last_legs() -> None:
-    """One a second, and later ten."""
-    rate = rate_of(1.0)
-    assert rate.interval_s == pytest.approx(1.0)
-    for number in range(100):
-        rate.note(39.0 + number / 10)
-    assert rate.interval_s == pytest.approx(0.1, rel=0.05)
-    assert rate_of(1.0, num_legs=15).interval_s == inf
+@pytest.mark.parametrize(
+    ("legs_per_s", "num_ahead"), [(0.0, 0), (0.1, 1), (10.0, 2), (62.5, 4), (167.0, 7), (9_999.0, 64)]
+)
+def test_as_many_are_ahead_as_end_meanwhile(legs_per_s: float, num_ahead: int) -> None:
+    """In 20 ms on average 0, 0.002, 0.2, 1.25, 3.3 and 200 legs end; that and two standard deviations, up to the
+    slots.
+    """
+    assert ended(legs_per_s, 0.02).num_ahead(64) == num_ahead
 
 
-@pytest.mark.parametrize(("interval_s", "num_ahead"), [(10.0, 1), (0.1, 2), (0.016, 4), (0.006, 7), (0.0001, 64)])
-def test_as_many_are_ahead_as_end_meanwhile(interval_s: float, num_ahead: int) -> None:
-    """In 20 ms on average 0.002, 0.2, 1.25, 3.3 and 200 legs end; that and two standard deviations, up to the slots."""
-    assert rate_of(interval_s).num_ahead(0.02, slots=64) == num_ahead
+def test_it_follows_the_rate_of_the_last_seconds() -> None:
+    """Legs that begin together when a rollout does are none that ended."""
+    transit = ended(100.0, 0.05)
+    assert transit.num_ahead(64) == 10
+    for number in range(41, 46):
+        transit.look(float(number), None)
+    assert transit.num_ahead(64) == 1
 
 
 def play(fleet: Fleet, num_on_way: int = 0, num_turns: int = 200, slots: int = 4) -> int:
@@ -83,18 +96,18 @@ def play(fleet: Fleet, num_on_way: int = 0, num_turns: int = 200, slots: int = 4
     return len(engine.running)
 
 
-def fleet_of(profile: EngineProfile | None = None, sends_ahead: bool = True) -> Fleet:
+def fleet_of(profile: EngineProfile | None = None, sends_ahead: bool = True, gather_max_s: float = 0.0) -> Fleet:
     """One engine of four slots."""
-    fleet = Fleet(HEDDLE, Limits(gather_max_s=0.0, sends_ahead=sends_ahead))
+    fleet = Fleet(HEDDLE, Limits(gather_max_s=gather_max_s, sends_ahead=sends_ahead))
     fleet.engine("A", slots=4, kv=1_000_000, profile=profile)
     return fleet
 
 
 def test_legs_are_ahead_where_a_profile_says_that_requests_take_time() -> None:
-    """And their prefill costs others nothing; unless told not to."""
-    assert play(fleet_of(FAR), num_turns=30) == 4 + 3
+    """From the second look on, even if none is found on the way; unless told not to."""
+    assert play(fleet_of(FAR), num_turns=90) == 4 + 1
     assert play(fleet_of(FAR, sends_ahead=False)) == 4
-    assert [play(fleet_of(profile)) for profile in (None, NEAR, EAGER)] == [4, 4, 4]
+    assert [play(fleet_of(profile)) for profile in (None, NEAR)] == [4, 4]
 
 
 @pytest.mark.parametrize("profile", [None, NEAR])
@@ -108,7 +121,7 @@ def test_legs_are_ahead_of_an_engine_that_has_fewer_than_were_sent(profile: Engi
 
 def test_where_gathering_pays_nothing_is_learned() -> None:
     """Legs that gather are not on their way yet."""
-    fleet = fleet_of(EAGER)
+    fleet = fleet_of(EAGER, gather_max_s=0.25)
     assert play(fleet, num_on_way=2) == 4
     assert fleet.scheduler.engines["A"].transit.leg_s == EAGER.request_ms / 1000
 
@@ -116,7 +129,7 @@ def test_where_gathering_pays_nothing_is_learned() -> None:
 def test_an_engine_that_runs_more_than_its_slots_gets_nothing_ahead() -> None:
     """Somebody set `slots` below its own limit: turns ahead would run, not wait."""
     fleet = fleet_of()
-    assert play(fleet, num_on_way=1, num_turns=60) == 4 + 3
+    assert play(fleet, num_on_way=1) == 4 + 3
     assert play(fleet, num_on_way=1, slots=64) == 4
     engine = fleet.scheduler.engines["A"]
     assert engine.is_roomy

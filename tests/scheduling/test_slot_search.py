@@ -1,0 +1,111 @@
+"""How many turns an engine runs at once that does not tell."""
+
+from dataclasses import replace
+from random import Random
+from statistics import fmean
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engines.profiles import load_profile
+from heddle.trial import simulated_makespan_s
+from scheduling.policy import HEDDLE
+from scheduling.slot_search import FIRST_SLOTS, SlotSearch
+from scheduling.types import EngineLoad, EngineReported, EngineSpec
+from simulator.conditions import Conditions
+from tests.scheduling.fleet import Fleet
+from workloads.laws import draw, law_named
+
+NAMES = ("told", "silent")
+
+
+def seen(search: SlotSearch, limit: int, num_turns: int, num_looks: int = 1) -> list[int]:
+    """Looks at an engine of this limit that gets as many turns as the search allows; the slots after each."""
+    slots = []
+    for _ in range(num_looks):
+        num_sent = min(num_turns, search.slots)
+        search.look(EngineLoad(min(num_sent, limit), max(num_sent - limit, 0)))
+        slots.append(search.slots)
+    return slots
+
+
+@pytest.mark.parametrize("limit", [128, 129, 200, 256, 300, 512, 1_000, 1_024, 4_096])
+def test_the_limit_is_found(limit: int) -> None:
+    """In half a minute within 2 %, of 1,024 half in four seconds; and then the search rests."""
+    search = SlotSearch()
+    first = seen(search, limit, 10_000, 30)
+    assert limit <= first[-1] <= 1.03 * limit + 1
+    assert set(seen(search, limit, 10_000, 300)) <= {limit, first[-1]}
+    if limit == 1_024:
+        assert first[3] >= 512
+
+
+def test_an_engine_that_is_not_full_tells_nothing() -> None:
+    """Nor does one whose turns wait for something else: KV, or the prefills of others."""
+    search = SlotSearch()
+    assert set(seen(search, 1_024, 100, 50)) == {FIRST_SLOTS}
+    dice = Random(3)
+    for _ in range(200):
+        search.look(EngineLoad(dice.randint(20, 120), dice.randint(1, 60)))
+    assert search.slots == FIRST_SLOTS
+    assert seen(search, 1_024, 10_000, 20)[-1] == pytest.approx(1_024, rel=0.02)
+
+
+def test_it_is_never_below_the_first() -> None:
+    """An engine of 64 slots has others wait in it: the search does not take KV that is full for a limit."""
+    search = SlotSearch()
+    assert set(seen(search, 64, 10_000, 50)) == {FIRST_SLOTS}
+    assert set(seen(search, 3, 5, 50)) == {FIRST_SLOTS}
+
+
+def test_prefills_in_between_do_not_end_the_search() -> None:
+    """Turns that begin wait for their prefill while more and more run."""
+    search, running, dice = SlotSearch(), 0, Random(7)
+    for _ in range(60):
+        running = min(search.slots, 1_024, running + dice.randint(10, 60))
+        search.look(EngineLoad(running, min(search.slots, 1_024) - running))
+    assert search.slots >= 1_000
+
+
+def test_turns_that_wait_get_the_slots_that_are_found() -> None:
+    """With those that it says, an engine of 128 slots gets 128."""
+    fleet = Fleet(HEDDLE)
+    told, silent = (EngineSpec(name, frozenset({name}), 128, 0, slots_are_assumed=name == "silent") for name in NAMES)
+    for spec in (told, silent):
+        fleet.handle(EngineReported(fleet.at, spec))
+        for number in range(300):
+            fleet.arrive(f"{spec.engine_id} {number}", model=spec.engine_id)
+    engines = fleet.scheduler.engines
+    for expected in (128, 193, 290, 300):
+        assert [len(engines[name].running) for name in NAMES] == [128, expected]
+        for spec in (told, silent):
+            fleet.at += 0.5
+            fleet.handle(EngineReported(fleet.at, spec, EngineLoad(len(engines[spec.engine_id].running), 0)))
+    fleet.handle(EngineReported(fleet.at, replace(silent, kv_capacity_tokens=10**7)))
+    assert engines["silent"].slots == engines["silent"].facts(fleet.at).profile.slots > 300
+    fleet.handle(EngineReported(fleet.at, replace(silent, slots_are_assumed=False)))
+    assert engines["silent"].slots == 128
+
+
+def test_a_rollout_takes_as_long_as_with_slots_that_are_told() -> None:
+    """With 128 slots instead of 1,024 these took 1.10 times as long."""
+    engine = replace(load_profile("qwen3-8b-h100-tp1"), slots=1_024)
+    workloads = [draw(law_named("coding"), 800, seed, scale=0.1) for seed in (1, 2)]
+
+    def mean_s(slots: int, tells_slots: bool) -> float:
+        profiles, conditions = [replace(engine, slots=slots)], Conditions(tells_slots=tells_slots)
+        return fmean(simulated_makespan_s(one, profiles, "heddle", 0.0, conditions=conditions) for one in workloads)
+
+    assert mean_s(1_024, tells_slots=False) < 1.02 * mean_s(1_024, tells_slots=True)
+    assert mean_s(128, tells_slots=True) > 1.07 * mean_s(1_024, tells_slots=True)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3_000), st.integers(0, 50)), max_size=60))
+def test_whatever_it_sees_it_stays_near_what_ran(loads: list[tuple[int, int]]) -> None:
+    """Between the first slots and one and a half times as many as ever ran."""
+    search, most = SlotSearch(), 0
+    for num_running, num_waiting in loads:
+        search.look(EngineLoad(num_running, num_waiting))
+        most = max(most, num_running)
+        assert FIRST_SLOTS <= search.slots <= max(FIRST_SLOTS, 1.5 * max(most, most / 0.9) + 1)
