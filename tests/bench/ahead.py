@@ -1,4 +1,4 @@
-"""What it is worth that legs are sent ahead (scheduling/leg_rate.py): `python -m tests.bench.ahead [SEEDS]`, simulated,
+"""What it is worth that legs are sent ahead (scheduling/transit.py): `python -m tests.bench.ahead [SEEDS]`, simulated,
 or `python -m tests.bench.ahead --real VENV`, on a vLLM server of that environment on the CPU.
 
 Turns are short and wait for slots, not for KV. The simulated engine takes 10 ms for a request beside its steps, and
@@ -25,11 +25,13 @@ from heddle.rollouts import local_gateway, play
 from heddle.trial import simulated_makespan_s
 from loadtest.replayer import ReplaySettings
 from scheduling.limits import Limits
+from simulator.conditions import PLAIN, Conditions
 from workloads.laws import draw, law_named
 
 # Slots, lengths and trajectories.
 CASES = ((4, 0.03, 64), (16, 0.1, 128), (64, 0.1, 512), (256, 0.3, 1024))
 OFF = Limits(sends_ahead=False)
+UNTOLD = Conditions(tells_profiles=False)
 # Policy, `sends_ahead`, and whether the gateway knows the engine's profile.
 _MODES = {
     "ahead": ("heddle", "true", False),
@@ -41,14 +43,14 @@ _REPEATS = 3
 
 
 def simulated(seeds: range) -> None:
-    print("| slots, lengths, agents | Heddle | not ahead | round-robin |\n|---|---|---|---|")
+    print("| slots, lengths, agents | Heddle | without a profile | not ahead | round-robin |\n|---|---|---|---|---|")
     for slots, scale, number in CASES:
         profile = replace(load_profile("qwen3-8b-h100-tp1"), slots=slots, request_ms=10.0, kv_capacity_tokens=10**7)
         workloads = [draw(law_named("coding"), number, seed, scale=scale) for seed in seeds]
         ahead = [simulated_makespan_s(workload, [profile], "heddle", 0.0) for workload in workloads]
         cells = [f"{geometric_mean(ahead):.1f} s"]
-        for policy, limits in (("heddle", OFF), ("round-robin", Limits())):
-            others = [simulated_makespan_s(workload, [profile], policy, 0.0, limits) for workload in workloads]
+        for policy, limits, how in (("heddle", Limits(), UNTOLD), ("heddle", OFF, PLAIN), ("round-robin", OFF, PLAIN)):
+            others = [simulated_makespan_s(workload, [profile], policy, 0.0, limits, how) for workload in workloads]
             ratios = [other / base for other, base in zip(others, ahead, strict=True)]
             cells.append(f"x{geometric_mean(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
         print(f"| {slots}, {scale}, {number} | {' | '.join(cells)} |", flush=True)
