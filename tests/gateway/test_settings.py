@@ -30,6 +30,7 @@ OTHERS = {
     "log_level": "debug",
     "api_keys": ["one", "two"],
     "admin_key": "three",
+    "default_slots": 64,
     "cors_origins": ["https://a.example", "http://b.example:3000"],
     "token_legs": "auto",
     "stale": "restart",
