@@ -2,7 +2,8 @@
 
 Its limit (`--max-num-seqs`) is 1,024 by default on an H100, 256 on an A100, 128 in older versions. Too few slots leave
 it half empty; of too many turns, some wait in the engine. So the search goes up while the engine runs nearly all slots
-and nothing waits in it, and comes back when it runs as many as before while others wait. Each return halves the steps.
+and nothing waits in it. It comes back when the engine twice runs as many as ever while others wait, and then goes up by
+half as much.
 """
 
 from scheduling.types import EngineLoad
@@ -15,6 +16,8 @@ _FIRST_STEP = 0.5
 _LAST_STEP = 0.02
 # An engine that runs this share of its slots is full: others are on their way.
 _FULL_SHARE = 0.9
+# One that runs this share of the most that it ever ran has reached its limit again: some have just ended.
+_SAME_SHARE = 0.99
 
 
 class SlotSearch:
@@ -34,7 +37,7 @@ class SlotSearch:
 
     def look(self, load: EngineLoad) -> None:
         """Learn from what the engine says that it has."""
-        is_at_most = load.num_waiting > 0 and load.num_running == self._most_running > 0
+        is_at_most = load.num_waiting > 0 and load.num_running >= _SAME_SHARE * self._most_running > 0
         if is_at_most and self._was_at_most:
             self._come_back()
         elif not load.num_waiting and load.num_running >= _FULL_SHARE * self.slots and self._step >= _LAST_STEP:

@@ -41,6 +41,16 @@ def test_the_limit_is_found(limit: int) -> None:
         assert first[3] >= 512
 
 
+def test_the_limit_is_found_although_some_have_just_ended() -> None:
+    """What an engine tells is what it runs at the end of a step."""
+    search = SlotSearch()
+    for number in range(40):
+        num_sent = min(400, search.slots)
+        running = min(num_sent, 300) - number % 3
+        search.look(EngineLoad(running, max(num_sent - 300, 0)))
+    assert 300 <= search.slots <= 310
+
+
 def test_an_engine_that_is_not_full_tells_nothing() -> None:
     """Nor does one whose turns wait for something else: KV, or the prefills of others."""
     search = SlotSearch()
