@@ -90,11 +90,11 @@ class Hosts:
         host = Host(engine_id, profile, features, now, by_priority=self._by_priority)
         self.hosts[engine_id] = host
         self._handle(EngineReported(now, self._spec(host)))
-        if profile.request_ms or not self._conditions.tells_slots:
+        if profile.request_ms or not self._conditions.tells_slots:  # else a look tells nothing new
             self._agenda.note(now + LOOKS_EVERY_S, self._look, engine_id)
 
     def _look(self, engine_id: str) -> None:
-        """The engine tells what it has. Otherwise that would be nothing new."""
+        """The engine tells what it has, as a gateway asks it every second."""
         host = self.hosts[engine_id]
         if host.ended_at is None:
             counts, now = host.engine.counts(), self._agenda.now
