@@ -47,11 +47,10 @@ async def test_a_slow_front_end_shows_and_gets_turns_ahead() -> None:
 
         await eventually(is_sent_ahead)
         assert all(reply.is_finished("chat") for reply in await asyncio.gather(*turns))
-        transit_s = (await shown())["transit_s"]
-        assert DELAY_S / 2 < transit_s < 2 * DELAY_S
+        assert DELAY_S / 2 < (await shown())["transit_s"] < 2 * DELAY_S
         [line] = [
             line
             for line in (await client.get(gateway.url + "/metrics")).text.splitlines()
             if line.startswith("heddle_engine_transit_seconds{")
         ]
-        assert float(line.rpartition(" ")[2]) == transit_s
+        assert DELAY_S / 2 < float(line.rpartition(" ")[2]) < 2 * DELAY_S, "a look later"
