@@ -225,7 +225,8 @@ async def test_engines_show_their_state_and_load(site: Site) -> None:
     (engine,) = (await site.client.get("/v1/engines")).json()["data"]
     assert (engine["kind"], engine["slots"], engine["models"], engine["num_legs"]) == ("vllm", 8, [MODEL], 1)
     assert (engine["state"], engine["is_cordoned"], engine["last_fault"]) == ("ready", False, None)
-    assert (engine["kv_capacity_tokens"], engine["transit_s"]) == (16_384, 0.0)
+    assert engine["kv_capacity_tokens"] == 16_384
+    assert "transit_s" in engine, "its value depends on when the engine is looked at (tests/gateway/test_transit.py)"
     await site.client.delete("/v1/trajectories/a")
     await turn
 

@@ -1,6 +1,5 @@
 """Legs that begin together: when it pays, for how long, and for whom."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from math import sqrt
@@ -22,11 +21,6 @@ EAGER = replace(load_profile("qwen3-8b-h100-tp1"), prefill_least_tokens=1_000)
 LAUNCH_S = EAGER.prefill_launch_s(0)
 
 
-def sender() -> Callable[[float, float, int, float], float]:
-    """When the next leg is sent, by when it may begin, what a prefill costs others, how many they are, and a bound."""
-    return Gathering().send_at
-
-
 @given(
     st.lists(st.tuples(st.floats(0.0, 2.0), st.sampled_from([0.0, 0.001, 0.02, 0.3]), st.integers(0, 64)), max_size=60),
     st.floats(0.001, 1.0),
@@ -36,7 +30,7 @@ def test_a_leg_waits_for_no_longer_than_the_bound_and_with_all_that_gather(
 ) -> None:
     """Whatever comes: never into the past, never longer than the bound, and nobody who gains nothing by it. Legs that
     wait at the same time are sent at the same instant."""
-    send, at, held = sender(), 0.0, []
+    send, at, held = Gathering().send_at, 0.0, []
     for gap_s, launch_s, num_running in legs:
         at += gap_s
         send_at = send(at, launch_s, num_running, max_s)
@@ -50,7 +44,7 @@ def test_a_leg_waits_for_no_longer_than_the_bound_and_with_all_that_gather(
 
 def test_the_time_is_the_economic_order_quantity() -> None:
     """At 40 legs a second, steps that take 20 ms longer, and 25 that run. The sum of both losses is least there."""
-    send = sender()
+    send = Gathering().send_at
     sent = [send(number / 40, 0.02, 25, 10.0) for number in range(17)]
     assert sent[:15] == [number / 40 for number in range(15)], "too few to know a rate"
     took_s = sent[15] - 15 / 40
@@ -63,10 +57,23 @@ def test_the_time_is_the_economic_order_quantity() -> None:
     assert lost(took_s) < min(lost(0.9 * took_s), lost(1.1 * took_s))
 
 
+def test_the_rate_follows_the_last_legs() -> None:
+    """With one leg a second, gathering does not pay half a second; with ten it does, for as long as ten ask for."""
+    gathering = Gathering()
+    assert [gathering.send_at(float(number), 0.02, 25, 10.0) for number in range(40)] == list(map(float, range(40)))
+    at = 39.0
+    for _ in range(100):
+        at += 0.1
+        send_at = gathering.send_at(at, 0.02, 0, 10.0)
+    assert gathering.pays(0.02, 25) and not gathering.pays(0.02, 4)
+    at = max(at, send_at) + 0.1
+    assert gathering.send_at(at, 0.02, 25, 10.0) - at == pytest.approx(sqrt(2 * 0.02 * 25 * 0.1), rel=0.02)
+
+
 @pytest.mark.parametrize(("launch_s", "num_running"), [(0.02, 0), (0.02, 1), (0.0, 25)])
 def test_nobody_waits_where_the_next_leg_comes_too_late(launch_s: float, num_running: int) -> None:
     """The next leg comes after 25 ms, for which one would wait; nobody or one who runs would save at most 20 ms."""
-    send = sender()
+    send = Gathering().send_at
     assert all(send(at / 40, launch_s, num_running, 10.0) == at / 40 for at in range(40))
 
 

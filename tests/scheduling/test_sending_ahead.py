@@ -112,7 +112,7 @@ def test_legs_are_ahead_where_a_profile_says_that_requests_take_time() -> None:
 
 @pytest.mark.parametrize("profile", [None, NEAR])
 def test_legs_are_ahead_of_an_engine_that_has_fewer_than_were_sent(profile: EngineProfile | None) -> None:
-    """One is always on its way: that and two standard deviations more. When none is any longer, none is ahead."""
+    """One is always on its way: that and two standard deviations more. When none is any longer, one remains ahead."""
     fleet = fleet_of(profile)
     assert play(fleet, num_on_way=1) == 4 + 3
     assert play(fleet, num_turns=2_400) == 4 + 1
