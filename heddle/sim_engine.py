@@ -30,6 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--profile", default="qwen3-14b-h100-tp1", help="timing and KV; 'list' shows all")
     parser.add_argument("--slots", type=count, help="concurrent turns (default: the profile's)")
     parser.add_argument("--kv-tokens", type=count, help="KV capacity (default: the profile's)")
+    parser.add_argument(
+        "--data-parallel-size", type=count, default=1, metavar="N", help="engines, each with its own slots and KV"
+    )
     parser.add_argument("--max-model-len", type=count, default=40_960, help="tokens of prompt and answer together")
     parser.add_argument("--speed-up", type=positive, default=1.0, help="virtual seconds per second")
     parser.add_argument(
@@ -54,17 +57,31 @@ def run(parsed: argparse.Namespace) -> int:
         print("\n".join(profile_names()))
         return 0
     try:
-        profile = load_profile(parsed.profile)
+        settings = _settings(parsed)
     except ValueError as error:
         print(f"heddle sim-engine: {error}", file=sys.stderr)
         return 2
+    try:
+        address = bound(parsed.host, parsed.port)
+    except OSError as error:
+        print(f"heddle sim-engine: cannot listen on {parsed.host}:{parsed.port}: {error.strerror}", file=sys.stderr)
+        return 2
+    time.sleep(parsed.start_s / parsed.speed_up)
+    run_engine(settings, address)
+    return 0
+
+
+def _settings(parsed: argparse.Namespace) -> SimulatedEngineSettings:
+    """Raises ValueError: there is no such profile, or the options exclude each other."""
+    profile = load_profile(parsed.profile)
     if parsed.slots:
         profile = dataclasses.replace(profile, slots=parsed.slots)
     if parsed.kv_tokens:
         profile = dataclasses.replace(profile, kv_capacity_tokens=parsed.kv_tokens)
-    settings = SimulatedEngineSettings(
+    return SimulatedEngineSettings(
         dialect=parsed.dialect,
         profile=profile,
+        data_parallel_size=parsed.data_parallel_size,
         speed_up=parsed.speed_up,
         max_model_len=parsed.max_model_len,
         model=parsed.model,
@@ -75,11 +92,3 @@ def run(parsed: argparse.Namespace) -> int:
         sleep_s=parsed.sleep_s,
         seed=parsed.seed,
     )
-    try:
-        address = bound(parsed.host, parsed.port)
-    except OSError as error:
-        print(f"heddle sim-engine: cannot listen on {parsed.host}:{parsed.port}: {error.strerror}", file=sys.stderr)
-        return 2
-    time.sleep(parsed.start_s / parsed.speed_up)
-    run_engine(settings, address)
-    return 0

@@ -44,6 +44,7 @@ class Exchange:
     """One request and its answer."""
 
     def __init__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        self.scope = scope
         self.path: str = scope["path"]
         self.method: str = scope["method"]
         self.query: str = scope["query_string"].decode("latin-1")
@@ -72,6 +73,16 @@ class Exchange:
             message = await self._receive()
             body += message.get("body", b"")
         return body
+
+    def unread(self, body: bytes) -> None:
+        """Puts the body back: whoever asks next reads it again."""
+        receive = self._receive
+
+        async def receive_body() -> Message:
+            self._receive = receive
+            return {"type": "http.request", "body": body}
+
+        self._receive = receive_body
 
     async def json(self) -> dict[str, Any]:
         """The body's JSON object.

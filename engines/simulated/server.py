@@ -10,6 +10,7 @@ from typing import Any
 import uvicorn
 
 from engines.listener import bound
+from engines.simulated.data_parallel import data_parallel_routes
 from engines.simulated.exchange import AnswerSpoiled, ApiError, Exchange, Receive, Send
 from engines.simulated.faults import FaultBox
 from engines.simulated.kv_transfer import FETCH
@@ -27,21 +28,15 @@ App = Callable[[Any, Receive, Send], Awaitable[None]]
 
 
 def build_app(settings: SimulatedEngineSettings) -> App:
-    """The ASGI app of one simulated engine, with the routes of its dialect and `/simulate/faults`."""
-    service = EngineService(settings)
-    dialect: VllmDialect | SglangDialect
-    routes: Routes
-    match settings.dialect:
-        case "vllm":
-            dialect = VllmDialect(service)
-            routes = vllm_routes(service, dialect)
-        case "sglang":
-            dialect = SglangDialect(service)
-            routes = sglang_routes(service, dialect)
+    """The ASGI app of one simulated server, with the routes of its dialect and `/simulate/faults`."""
+    services = [EngineService(settings, rank) for rank in range(settings.data_parallel_size)]
+    dialects, tables = zip(*map(_dialect_and_routes, services), strict=True)
+    dialect = dialects[0]
+    routes = tables[0] if len(tables) == 1 else data_parallel_routes(tables, settings.dialect)
     faults = FaultBox(settings.faults, settings.seed)
     routes.update(faults.routes())
     paths = {path for _, path in routes}
-    kv = service.kv
+    kv = services[0].kv
 
     async def app(scope: Any, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -70,6 +65,16 @@ def build_app(settings: SimulatedEngineSettings) -> App:
             await exchange.respond(dialect.error_body(failure, exchange.path), 500)
 
     return app
+
+
+def _dialect_and_routes(service: EngineService) -> tuple[VllmDialect | SglangDialect, Routes]:
+    match service.settings.dialect:
+        case "vllm":
+            vllm = VllmDialect(service)
+            return vllm, vllm_routes(service, vllm)
+        case "sglang":
+            sglang = SglangDialect(service)
+            return sglang, sglang_routes(service, sglang)
 
 
 @contextlib.asynccontextmanager

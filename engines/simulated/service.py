@@ -22,7 +22,7 @@ from engines.simulated.text import Tokenizer
 class EngineService:
     """One simulated engine and everything around it."""
 
-    def __init__(self, settings: SimulatedEngineSettings) -> None:
+    def __init__(self, settings: SimulatedEngineSettings, rank: int = 0) -> None:
         profile = settings.profile
         is_sglang = settings.dialect == "sglang"
         engine = SimulatedEngine(
@@ -32,6 +32,7 @@ class EngineService:
             block_tokens=settings.block_size,
         )
         self.settings = settings
+        self.rank = rank  # among the engines of its server
         self.max_model_len = min(settings.max_model_len, profile.kv_capacity_tokens)
         self.tokenizer = Tokenizer()
         self.live = LiveEngine(engine, settings.speed_up, settings.chunk_interval_s, settings.block_size)

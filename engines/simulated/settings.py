@@ -40,6 +40,8 @@ class SimulatedEngineSettings:
     """One simulated engine server.
 
     Args:
+        profile: of one rank.
+        data_parallel_size: engines of the server, called ranks, each with slots, KV and a prefix cache of its own.
         speed_up: virtual seconds per real second.
         max_model_len: tokens of prompt and answer together; at most what fits into the profile's KV cache.
         block_size: tokens per prefix-cache block.
@@ -51,7 +53,7 @@ class SimulatedEngineSettings:
         tool_call_parser, reasoning_parser: SGLang's parser names.
         response_store: vLLM's VLLM_ENABLE_RESPONSES_API_STORE and SGLang's --enable-response-store, which it only
             reports: no response is kept.
-        max_num_queued: requests waiting and running before new ones get 503. None: no limit.
+        max_num_queued: requests waiting and running on one rank before new ones get 503. None: no limit.
         chunk_interval_s: real seconds between the chunks of a stream, with several tokens in one. 0: a chunk per token.
         mean_output_tokens: the average length of an answer that the request does not limit.
         weight_version: of the weights it starts with; they affect every answer, so that answers of other weights
@@ -60,7 +62,7 @@ class SimulatedEngineSettings:
         sleep_s: virtual seconds that falling asleep takes, and waking.
         api_key: clients of `/v1` and `/inference` must send it. None: no key is needed.
         keep_alive_s: idle connections are closed after this long; 5 s as in the real engines.
-        kv_transfer: vLLM's NixlConnector is enabled: KV can be offered and fetched.
+        kv_transfer: vLLM's NixlConnector is enabled: KV can be offered and fetched. Only with one rank.
         kv_tier: folder in which it shares its KV with other servers, as with vLLM's file tier. None: it shares none.
         kv_lease_s: virtual seconds for which an offer stands; the real one's `kv_lease_duration`.
         seed: of the random numbers for faults.
@@ -68,6 +70,7 @@ class SimulatedEngineSettings:
 
     dialect: Literal["vllm", "sglang"] = "vllm"
     profile: EngineProfile = field(default_factory=lambda: load_profile("qwen3-14b-h100-tp1"))
+    data_parallel_size: int = 1
     speed_up: float = 1.0
     model: str = "simulated"
     max_model_len: int = 40_960
@@ -93,3 +96,9 @@ class SimulatedEngineSettings:
     kv_lease_s: float = 30.0
     seed: int = 0
     faults: tuple[Fault, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.data_parallel_size < 1:
+            raise ValueError("data_parallel_size is at least 1")
+        if self.data_parallel_size > 1 and self.kv_transfer:
+            raise ValueError("a simulated server of several data-parallel ranks cannot transfer KV")

@@ -102,7 +102,10 @@ class SglangDialect:
         service.live.settle()
         counts, totals = service.live.engine.counts(), service.totals
         capacity = service.settings.profile.kv_capacity_tokens
-        out = Exposition(f'engine_type="unified",model_name="{service.settings.model}",tp_rank="0"')
+        labels = f'engine_type="unified",model_name="{service.settings.model}",tp_rank="0"'
+        if service.settings.data_parallel_size > 1:
+            labels += f',dp_rank="{service.rank}"'
+        out = Exposition(labels)
         out.gauge("sglang:num_running_reqs", counts.num_running)
         out.gauge("sglang:num_queue_reqs", counts.num_waiting)
         out.gauge("sglang:token_usage", counts.kv_usage)

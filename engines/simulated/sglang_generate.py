@@ -41,6 +41,7 @@ _KNOWN = frozenset(
         "bootstrap_port",
         "bootstrap_room",
         "routed_dp_rank",
+        "data_parallel_rank",
     }
 )
 

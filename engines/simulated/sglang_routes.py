@@ -95,6 +95,7 @@ class _Control:
                 "model_path": settings.model,
                 "served_model_name": settings.model,
                 "tp_size": profile.tp,
+                **({"dp_size": settings.data_parallel_size} if settings.data_parallel_size > 1 else {}),
                 "schedule_policy": "fcfs",
                 "enable_priority_scheduling": settings.scheduling_policy == "priority",
                 "schedule_low_priority_values_first": settings.low_priority_values_first,
@@ -161,7 +162,7 @@ class _Control:
         used = round(counts.kv_usage * profile.kv_capacity_tokens)
         return {
             "timestamp": time.time(),
-            "dp_rank": 0,
+            "dp_rank": self._service.rank,
             "num_running_reqs": counts.num_running,
             "num_waiting_reqs": counts.num_waiting,
             "num_used_tokens": used,

@@ -99,7 +99,7 @@ class VllmDialect:
         service.live.settle()
         counts, totals = service.live.engine.counts(), service.totals
         profile = service.settings.profile
-        out = Exposition(f'engine="0",model_name="{service.settings.model}"')
+        out = Exposition(f'engine="{service.rank}",model_name="{service.settings.model}"')
         out.gauge("vllm:num_requests_running", counts.num_running)
         out.gauge("vllm:num_requests_waiting", counts.num_waiting)
         out.gauges("vllm:num_requests_waiting_by_reason", "reason", {"capacity": counts.num_waiting, "deferred": 0})
@@ -108,7 +108,8 @@ class VllmDialect:
         states = {"awake": int(level is None), "weights_offloaded": int(level == 1), "discard_all": int(level == 2)}
         out.gauges("vllm:engine_sleep_state", "sleep_state", states)
         block = service.settings.block_size
-        info = f'block_size="{block}",num_gpu_blocks="{profile.kv_capacity_tokens // block}"'
+        num_blocks = profile.kv_capacity_tokens // block * service.settings.data_parallel_size  # of all ranks
+        info = f'block_size="{block}",num_gpu_blocks="{num_blocks}"'
         info += f',kv_cache_size_tokens="{profile.kv_capacity_tokens}"'
         out.gauge("vllm:cache_config_info", 1, info)
         out.counter("vllm:prefix_cache_queries", counts.num_prefix_queries)

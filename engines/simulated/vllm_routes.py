@@ -104,7 +104,7 @@ class _Control:
             {
                 "vllm_config": {
                     "model_config": {"model": settings.model, "max_model_len": self._service.max_model_len},
-                    "parallel_config": {"tensor_parallel_size": settings.profile.tp},
+                    "parallel_config": _parallel_config(settings),
                     "scheduler_config": {
                         "policy": settings.scheduling_policy,
                         "max_num_seqs": settings.profile.slots,
@@ -115,6 +115,13 @@ class _Control:
                 "simulated": {"profile": dataclasses.asdict(settings.profile), "speed_up": settings.speed_up},
             }
         )
+
+
+def _parallel_config(settings: SimulatedEngineSettings) -> dict[str, int]:
+    config = {"tensor_parallel_size": settings.profile.tp}
+    if (size := settings.data_parallel_size) > 1:
+        config |= {"data_parallel_size": size, "data_parallel_size_local": size}
+    return config
 
 
 def _kv_transfer_config(settings: SimulatedEngineSettings) -> dict[str, Any] | None:
