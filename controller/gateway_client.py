@@ -21,9 +21,10 @@ class GatewayRefused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """An engine as the gateway reports it.
+    """A server as the gateway reports it: an engine, or several if it has data-parallel ranks.
 
     Args:
+        engine_id: its, or its first engine's; what the gateway does to that one, it does to the whole server.
         is_starting: the gateway has not observed it yet.
         is_cordoned: it gets no turns: an operator or the controller cordoned it, or the gateway holds it back.
         cordon_reason: why the gateway holds it back; "" if it does not.
@@ -47,11 +48,14 @@ class GatewayClient:
         self._http = HttpClient(url, headers=headers)
 
     async def engines(self) -> list[Member]:
-        """All engines that it knows."""
+        """All servers whose engines it knows."""
         target = "/v1/engines"
         answer = await self._ask("GET", target)
+        by_url: dict[str, list[Any]] = {}
         try:
-            return [_member(one) for one in answer["data"]]
+            for engine in answer["data"]:
+                by_url.setdefault(engine["url"], []).append(engine)
+            return [_member(engines) for engines in by_url.values()]
         except (KeyError, TypeError):
             raise GatewayAway(f"GET {target}: not the answer of a gateway") from None
 
@@ -104,7 +108,9 @@ class GatewayClient:
         return answer
 
 
-def _member(one: dict[str, Any]) -> Member:
+def _member(engines: list[Any]) -> Member:
+    """A server, of its engines."""
+    one = engines[0]
     is_ready = one["state"] == "ready"
     return Member(
         engine_id=one["id"],
@@ -113,7 +119,7 @@ def _member(one: dict[str, Any]) -> Member:
         is_starting=one["state"] == "starting",
         is_cordoned=one["is_cordoned"],
         cordon_reason=one.get("cordon_reason") or "",
-        num_turns=max(one["num_legs"], (one["num_running"] or 0) if is_ready else 0),
+        num_turns=sum(max(engine["num_legs"], (engine["num_running"] or 0) if is_ready else 0) for engine in engines),
     )
 
 

@@ -13,7 +13,7 @@ _MAX_COUNT, _MAX_SHARE = 2**53, 100.0
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What an engine reports of itself at one instant.
+    """What an engine, a server or one of its ranks, reports of itself at one instant.
 
     Args:
         kv_capacity_tokens, slots: None if the engine does not report them.
@@ -66,12 +66,15 @@ class Dialect(Protocol):
         """The request that serves a leg."""
         ...
 
-    async def observe(self, http: HttpClient, timeout_s: float) -> Observation:
-        """Ask the engine for its state. Raises ObservationError, or what HttpClient raises."""
+    async def observe(self, http: HttpClient, timeout_s: float) -> tuple[Observation, ...]:
+        """Ask a server for the state of each of its data-parallel ranks, in their order; of itself, if it has none.
+
+        Raises: ObservationError, or what HttpClient raises.
+        """
         ...
 
     async def slots(self, http: HttpClient, timeout_s: float) -> int | None:
-        """How many turns it runs at once, if it reports that."""
+        """How many turns each rank runs at once, if the server reports that."""
         ...
 
     async def abort(self, http: HttpClient, request_id: str, timeout_s: float) -> None:

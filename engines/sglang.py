@@ -3,6 +3,7 @@
 Start it with `--enable-priority-scheduling --schedule-low-priority-values-first`, so that lower is earlier as in vLLM.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import orjson
@@ -41,30 +42,27 @@ class Sglang:
         if leg.cache_salt and leg.path != "/v1/messages":  # which takes none: its KV is flushed at each update
             fields |= salted(leg.request, leg.cache_salt)
         body, request = leg.body, leg.request
-        if leg.path == SGLANG_GENERATE:  # which refuses unknown fields: the model's name was for the gateway
+        if leg.path == SGLANG_GENERATE:
+            # It refuses unknown fields, and the model's name was for the gateway. It does not read the rank's header.
             body, request = without_field(body, request, "model")
+            if leg.rank is not None:
+                fields["routed_dp_rank"] = leg.rank
         headers = f"x-smg-routing-key: {leg.trajectory_id}\r\n"
         return Upstream(leg.path, headers.encode("latin-1", "replace"), with_fields(body, request, fields))
 
-    async def observe(self, http: HttpClient, timeout_s: float) -> Observation:
+    async def observe(self, http: HttpClient, timeout_s: float) -> tuple[Observation, ...]:
         status, body = await http.get("/v1/loads?include=core", timeout_s)
         if status != 200:
             raise ObservationError(f"/v1/loads answered {status}")
         try:
             loads = orjson.loads(body)["loads"]
-            used = sum(load["num_used_tokens"] for load in loads)
-            capacity = sum(load["max_total_num_tokens"] for load in loads)
-            return Observation(
-                num_running=sum(load["num_running_reqs"] for load in loads),
-                num_waiting=sum(load["num_waiting_reqs"] for load in loads),
-                kv_used_share=used / capacity if capacity else 0.0,
-                kv_capacity_tokens=capacity or None,
-                slots=sum(load["max_running_requests"] for load in loads) or None,
-                work_counter=float(sum(load["num_total_tokens"] + load.get("gen_throughput", 0) for load in loads)),
-                started_at=None,
-            )
-        except (KeyError, TypeError, ValueError) as error:
+            loads.sort(key=lambda load: load.get("dp_rank", 0))
+            seen = tuple(map(_observation, loads))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ObservationError(f"/v1/loads is not as SGLang's: {error!r}") from None
+        if not seen:
+            raise ObservationError("/v1/loads lists no load")
+        return seen
 
     async def slots(self, http: HttpClient, timeout_s: float) -> int | None:
         return None
@@ -72,3 +70,16 @@ class Sglang:
     async def abort(self, http: HttpClient, request_id: str, timeout_s: float) -> None:
         # Closing the connection stops a stream after 2 s, and other requests later; this stops them at once.
         await http.post("/abort_request", orjson.dumps({"rid": request_id}), timeout_s)
+
+
+def _observation(load: Mapping[str, Any]) -> Observation:
+    used, capacity = load["num_used_tokens"], load["max_total_num_tokens"]
+    return Observation(
+        num_running=load["num_running_reqs"],
+        num_waiting=load["num_waiting_reqs"],
+        kv_used_share=used / capacity if capacity else 0.0,
+        kv_capacity_tokens=capacity or None,
+        slots=load["max_running_requests"] or None,
+        work_counter=float(load["num_total_tokens"] + load.get("gen_throughput", 0)),
+        started_at=None,
+    )

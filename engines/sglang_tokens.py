@@ -208,6 +208,7 @@ class SglangTokens:
             "return_text_in_logprobs": True,
             "priority": leg.priority,
             "routing_key": leg.trajectory_id,
+            "routed_dp_rank": leg.rank,  # this route alone does not read the header
             "stream": True,
             **salted(rendered.call, leg.cache_salt),
         }

@@ -61,6 +61,7 @@ class TokenLeg:
         cache_salt: KV is shared only under the same salt; "" adds none to the client's own.
         event_tokens: how many tokens one event may have; 1 if the client waits for each.
         wants_logprobs: of the chosen tokens, even if the request does not ask for them.
+        rank: see `Leg`.
     """
 
     request_id: str
@@ -72,6 +73,7 @@ class TokenLeg:
     event_tokens: int
     wants_logprobs: bool
     index: int = 0
+    rank: int | None = None
 
 
 @value_class(frozen=True, slots=True)

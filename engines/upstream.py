@@ -13,6 +13,10 @@ from scheduling.values import value_class
 VLLM_GENERATE = "/inference/v1/generate"
 SGLANG_GENERATE = "/generate"
 
+# Names the data-parallel rank that a request is for (vLLM 0.33, entrypoints/generate/base/serving.py; SGLang 0.5.23,
+# srt/entrypoints/openai/serving_base.py).
+RANK_HEADER = "x-data-parallel-rank"
+
 # vLLM's limit (0.33, entrypoints/generate/base/protocol.py); SGLang takes any length.
 _MAX_SALT_LENGTH = 128
 
@@ -32,6 +36,7 @@ class Leg:
         request: the same, parsed.
         counts_tokens: the answer is a stream that reports usage only if asked.
         cache_salt: separates its KV from that of other weights; "" sends none.
+        rank: the data-parallel rank that it is for, if its server has ranks. A header names it, too, where it counts.
     """
 
     path: str
@@ -42,6 +47,7 @@ class Leg:
     request: Mapping[str, Any]
     counts_tokens: bool
     cache_salt: str = ""
+    rank: int | None = None
 
 
 @value_class(frozen=True, slots=True)

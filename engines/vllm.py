@@ -1,9 +1,7 @@
 """vLLM's dialect, as of 0.32 and 0.33: lower priority is earlier, and closing the connection aborts a request."""
 
 import re
-from collections.abc import Iterator
 from math import isfinite, nan
-from statistics import fmean
 
 import orjson
 
@@ -14,6 +12,7 @@ from engines.upstream import VLLM_GENERATE, Leg, Upstream, salted, stream_option
 from engines.vllm_tokens import token_routes
 
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
+_ENGINE = re.compile(r'[{,]engine="(\d+)"')
 
 
 class Vllm:
@@ -45,28 +44,33 @@ class Vllm:
             body = with_fields(body, leg.request, said | stream_options(leg) | salted(leg.request, leg.cache_salt))
         return Upstream(leg.path, headers.encode("latin-1", "replace"), body)
 
-    async def observe(self, http: HttpClient, timeout_s: float) -> Observation:
+    async def observe(self, http: HttpClient, timeout_s: float) -> tuple[Observation, ...]:
         status, page = await http.get("/metrics", timeout_s)
         if status != 200:
             raise ObservationError(f"/metrics answered {status}")
         text = page.decode("utf-8", "replace")
-        running = _metric_sum(text, "vllm:num_requests_running")
-        if running is None:
+        running = _by_rank(text, "vllm:num_requests_running")
+        if not running:
             raise ObservationError("/metrics has no vllm:num_requests_running")
         if 'sleep_state="awake"} 0' in text:
             raise Asleep("it sleeps")
-        shares = list(_metric_values(text, "vllm:kv_cache_usage_perc"))
-        tokens = (_metric_sum(text, "vllm:generation_tokens_total") or 0) + (
-            _metric_sum(text, "vllm:prompt_tokens_total") or 0
-        )
-        return Observation(
-            num_running=int(running),
-            num_waiting=int(_metric_sum(text, "vllm:num_requests_waiting") or 0),
-            kv_used_share=fmean(shares) if shares else 0.0,
-            kv_capacity_tokens=_kv_capacity(text),
-            slots=None,
-            work_counter=tokens,
-            started_at=_metric_sum(text, "process_start_time_seconds"),
+        waiting = _by_rank(text, "vllm:num_requests_waiting")
+        shares = _by_rank(text, "vllm:kv_cache_usage_perc")
+        made = _by_rank(text, "vllm:generation_tokens_total")
+        read = _by_rank(text, "vllm:prompt_tokens_total")
+        capacities = _kv_capacities(text)
+        started_at = next(iter(_by_rank(text, "process_start_time_seconds").values()), None)
+        return tuple(
+            Observation(
+                num_running=int(running[rank]),
+                num_waiting=int(waiting.get(rank, 0)),
+                kv_used_share=shares.get(rank, 0.0),
+                kv_capacity_tokens=capacities.get(rank),
+                slots=None,
+                work_counter=made.get(rank, 0) + read.get(rank, 0),
+                started_at=started_at,
+            )
+            for rank in sorted(running)
         )
 
     async def slots(self, http: HttpClient, timeout_s: float) -> int | None:
@@ -84,41 +88,48 @@ class Vllm:
         return None
 
 
-def _kv_capacity(text: str) -> int | None:
-    """The tokens of all data-parallel engines. Each has a series, with the tokens of one engine, but with the blocks of
-    all (vllm/v1/engine/core_client.py)."""
-    tokens = 0
-    for line in re.finditer(r"^vllm:cache_config_info\{(.*)\}", text, re.MULTILINE):
-        labels = dict(_LABEL.findall(line[1]))
+def _kv_capacities(text: str) -> dict[int, int]:
+    """The tokens that the KV of each rank holds, as far as they are told.
+
+    Each has a series, with the tokens of one rank, but with the blocks of all (vllm/v1/engine/core_client.py).
+    """
+    labels = [
+        dict(_LABEL.findall(line[1])) for line in re.finditer(r"^vllm:cache_config_info\{(.*)\}", text, re.MULTILINE)
+    ]
+    capacities = {}
+    for of_rank in labels:
         try:
-            if labels.get("kv_cache_size_tokens", "None") == "None":
-                return int(labels["num_gpu_blocks"]) * int(labels["block_size"])
-            tokens += int(labels["kv_cache_size_tokens"])
+            tokens = of_rank.get("kv_cache_size_tokens", "None")
+            if tokens == "None":
+                num_tokens = int(of_rank["num_gpu_blocks"]) * int(of_rank["block_size"]) // len(labels)
+            else:
+                num_tokens = int(tokens)
         except (KeyError, ValueError):
-            return None
-    return tokens or None
+            continue
+        if num_tokens > 0:
+            capacities[int(of_rank.get("engine", 0))] = num_tokens
+    return capacities
 
 
-def _metric_sum(page: str, name: str) -> float | None:
-    """The sum of all series of one Prometheus metric; None if it is absent. Raises: see `_metric_values`."""
-    values = list(_metric_values(page, name))
-    return sum(values) if values else None
-
-
-def _metric_values(page: str, name: str) -> Iterator[float]:
-    """The value of each series of one Prometheus metric: with data parallelism, each engine has one. Cost: a search,
-    because pages have 80 KB.
+def _by_rank(page: str, name: str) -> dict[int, float]:
+    """The value of one Prometheus metric for each data-parallel rank, its `engine`; rank 0 if it names none. Cost: a
+    search, because pages have 80 KB for each rank.
 
     Raises:
         ObservationError: a series has no finite value.
     """
+    values: dict[int, float] = {}
     start = 0
     while (start := page.find(name, start)) >= 0:
         end = start + len(name)
         if (start == 0 or page[start - 1] == "\n") and page[end : end + 1] in ("{", " "):
             line_end = page.find("\n", start)
-            yield _value(page[start : line_end if line_end >= 0 else len(page)])
+            series = page[start : line_end if line_end >= 0 else len(page)]
+            rank = _ENGINE.search(series)
+            number = int(rank[1]) if rank else 0
+            values[number] = values.get(number, 0.0) + _value(series)
         start = end
+    return values
 
 
 def _value(series: str) -> float:

@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from gateway.fleet.fleet import Fleet
-from gateway.fleet.member import EngineState
+from gateway.fleet.server import EngineState
 from gateway.state.ledger import Ledger
 from gateway.workers.pool import WorkerPool
 from predictor.background import BackgroundCounts
@@ -181,7 +181,7 @@ class _State(Collector):
         ]
         engines = GaugeMetricFamily("heddle_engines", "Engines in each state.", labels=["state"])
         for state in EngineState:
-            engines.add_metric([state.value], sum(member.state is state for member in members))
+            engines.add_metric([state.value], sum(member.server.state is state for member in members))
         lent = GaugeMetricFamily(
             "heddle_byte_worker_streams", "Streams that a byte worker passes on.", labels=["worker"]
         )
@@ -203,9 +203,10 @@ class _State(Collector):
         )
         for member in self._fleet.members():
             # The address, not the id: a relaunched server continues the same series.
-            name = [member.settings.url.partition("://")[2]]
+            rank = f"@{member.rank}" if member.rank else ""
+            name = [member.server.settings.url.partition("://")[2] + rank]
             engine = self._scheduler.engines.get(member.engine_id)
-            up.add_metric(name, float(member.state is EngineState.READY))
+            up.add_metric(name, float(member.server.state is EngineState.READY))
             legs.add_metric(name, member.num_legs)
             claimed.add_metric(name, engine.kv_held if engine is not None else 0)
             used.add_metric(name, member.observation.kv_used_share if member.observation else 0.0)

@@ -67,7 +67,7 @@ class Passthrough:
         An engine that lacks the route has not been tried: kinds of engines differ in the routes that they have.
         """
         await self._fleet.started()
-        members = sorted(self._fleet.serving(model), key=lambda member: (member.is_updating, member.num_legs))
+        members = sorted(self._fleet.serving(model), key=lambda member: (member.server.is_updating, member.num_legs))
         if not members:
             raise no_engine(len(self._fleet.members()))
         answered: tuple[int, bytes] | None = None

@@ -25,6 +25,7 @@ from engines.dialect import ObservationError
 from engines.http import BadResponse, ConnectionBroken, EngineUnreachable, HttpClient, ResponseTimeout, can_be_asked
 from engines.probe import discover
 from engines.profiling import VISIT_TOKENS, Batch, Fit, Measurement, fit, plan, to_toml
+from engines.upstream import RANK_HEADER
 from heddle.arguments import count, out_file, whole, why
 from scheduling.cost import EngineProfile
 
@@ -115,7 +116,7 @@ async def measure(url: str, parsed: argparse.Namespace, console: Console) -> tup
         ProfilingError: the engine does not answer as required.
         ValueError: it holds too little to measure.
     """
-    http = HttpClient(url)
+    http = HttpClient(url, headers=((RANK_HEADER, "0"),))  # of data-parallel ranks, the first is measured
     try:
         engine = await _ask(http, parsed)
         profile = engine.profile
@@ -138,7 +139,7 @@ async def _ask(http: HttpClient, parsed: argparse.Namespace) -> Engine:
     if not models or (parsed.model is not None and parsed.model not in models):
         raise ProfilingError(f"no model {parsed.model or ''!r} there; it serves: {', '.join(models) or 'none'}")
     model = models[parsed.model or next(iter(models))]
-    seen = await discovery.dialect.observe(http, _PROBE_TIMEOUT_S)
+    seen, *_ = await discovery.dialect.observe(http, _PROBE_TIMEOUT_S)
     if seen.num_running or seen.num_waiting:
         raise ProfilingError(
             f"the engine is busy ({seen.num_running} running, {seen.num_waiting} waiting); drain it first"

@@ -22,7 +22,7 @@ from gateway.api.trajectories import add_trajectories
 from gateway.api.weights import add_weights
 from gateway.config import Settings
 from gateway.fleet.fleet import Fleet, UnknownEngine
-from gateway.fleet.member import EngineState
+from gateway.fleet.server import EngineState
 from gateway.http.errors import api_error, error_body
 from gateway.http.refusals import (
     Refused,
@@ -88,7 +88,7 @@ class Health:
                 "num_losses": store.num_losses,
             },
             "tokens": self._book.view(),
-            "engines": {state.value: sum(member.state is state for member in engines) for state in EngineState},
+            "engines": {state.value: sum(member.server.state is state for member in engines) for state in EngineState},
             "waiting_turns": self._driver.scheduler.num_waiting,
         }
 

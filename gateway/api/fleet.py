@@ -1,5 +1,6 @@
 """The API of the fleet: its engines, the scheduler's events, and the work at hand."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
@@ -14,6 +15,7 @@ from gateway.demand import Demand
 from gateway.engine_settings import EngineSettings
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.member import Member
+from gateway.fleet.server import Server
 from gateway.http.refusals import bad_request
 from gateway.kv.moves import KvMoves
 from gateway.state.driver import Driver
@@ -66,22 +68,24 @@ class Engines:
 
     def view(self, member: Member) -> dict[str, Any]:
         """One engine, as the API shows it."""
+        server = member.server
         known = self._driver.scheduler.engines.get(member.engine_id)
         seen = member.observation
-        by_tokens, passed = token_apis(member.dialect, TURN_ROUTES, self._takes_tokens)
+        by_tokens, passed = token_apis(server.dialect, TURN_ROUTES, self._takes_tokens)
         return {
             "id": member.engine_id,
             "object": "engine",
-            "url": member.settings.url,
-            "kind": member.dialect.kind if member.dialect else member.settings.kind,
-            "state": member.state.value,
-            "is_cordoned": member.is_cordoned or bool(member.held),
-            "cordon_reason": member.held or None,
-            "weight_version": member.weight_version or None,
-            "models": [model.model_id for model in member.models],
-            "tp": member.settings.tp,
-            "profile": member.settings.profile,
-            "slots": known.slots if known else member.slots,
+            "url": server.settings.url,
+            "kind": server.dialect.kind if server.dialect else server.settings.kind,
+            "state": server.state.value,
+            "is_cordoned": server.is_cordoned or bool(server.held),
+            "cordon_reason": server.held or None,
+            "weight_version": server.weight_version or None,
+            "models": [model.model_id for model in server.models],
+            "data_parallel_rank": member.rank,
+            "tp": server.settings.tp,
+            "profile": server.settings.profile,
+            "slots": known.slots if known else server.slots,
             "kv_capacity_tokens": known.spec.kv_capacity_tokens if known else None,
             "kv_claimed_tokens": known.kv_held if known else 0,
             "kv_used_share": seen.kv_used_share if seen else None,
@@ -90,56 +94,58 @@ class Engines:
             "transit_s": known.transit.leg_s if known else None,
             "num_running": seen.num_running if seen else None,
             "num_waiting": seen.num_waiting if seen else None,
-            "moves_kv": member.moves_kv,
-            "kv_tier": member.kv_tier or None,
+            "moves_kv": server.moves_kv,
+            "kv_tier": server.kv_tier or None,
             "kv_offered_tokens": member.kv_offered_tokens,
-            "token_legs": member.dialect is not None and member.dialect.tokens is not None,
-            "token_legs_note": (member.dialect.tokens_note if member.dialect else "") or None,
+            "token_legs": server.dialect is not None and server.dialect.tokens is not None,
+            "token_legs_note": (server.dialect.tokens_note if server.dialect else "") or None,
             "token_apis": by_tokens,
             "passed_apis": passed,
             "num_legs": member.num_legs,
-            "num_faults": member.num_faults,
-            "last_fault": member.last_fault or None,
+            "num_faults": server.num_faults,
+            "last_fault": server.last_fault or None,
         }
 
     def begin_drain(self, engine_id: str) -> None:
-        """Cordon an engine, and have its turns continue from their tokens elsewhere, once other engines serve its
-        models.
+        """Cordon an engine's server, and have its turns continue from their tokens elsewhere, once other engines serve
+        its models.
         """
-        member = self.fleet.cordon(engine_id, True)
-        member.is_draining = True
-        self._send_on(member)
-        self._begin_moves(engine_id)
+        server = self.fleet.cordon(engine_id, True)
+        server.is_draining = True
+        self._send_on(server)
+        self._begin_moves(server)
 
     async def keep_draining(self) -> None:
         """Send the turns of engines that drain on when other engines come; until cancelled."""
         while True:
             await self.fleet.next_to_come()
-            for member in self.fleet.members():
-                if member.is_draining and member.num_legs:
-                    self._send_on(member)
+            for server in self.fleet.servers():
+                if server.is_draining and server.num_legs:
+                    self._send_on(server)
 
     async def evacuate(self, engine_id: str, timeout_s: float) -> int:
-        """Cordon an engine, and bring the KV of its trajectories in a tool call to where they continue.
+        """Cordon an engine's server, and bring the KV of its trajectories in a tool call to where they continue.
 
         Returns: how many moves are still under way at the timeout.
         """
-        self.fleet.cordon(engine_id, True)
-        self._begin_moves(engine_id)
-        return await self._kv.settled(engine_id, timeout_s)
+        server = self.fleet.cordon(engine_id, True)
+        self._begin_moves(server)
+        return sum(await asyncio.gather(*(self._kv.settled(member.engine_id, timeout_s) for member in server.members)))
 
-    def _send_on(self, member: Member) -> None:
-        """Pause an engine's turns if other engines serve its models, so that they continue there.
+    def _send_on(self, server: Server) -> None:
+        """Pause a server's turns if other servers serve its models, so that they continue there.
 
         One that is loading weights counts: turns wait for the end of the load, not the drain for the end of a turn.
         """
-        if all(self.fleet.serving(model.model_id) for model in member.models):
+        if all(self.fleet.serving(model.model_id) for model in server.models):
+            engine_ids = {member.engine_id for member in server.members}
             for turn in self._driver.live_turns():
-                if turn.engine_id == member.engine_id:
+                if turn.engine_id in engine_ids:
                     turn.pause()
 
-    def _begin_moves(self, engine_id: str) -> None:
-        self._driver.post(EngineLeaving(self._driver.clock(), engine_id))
+    def _begin_moves(self, server: Server) -> None:
+        for member in server.members:
+            self._driver.post(EngineLeaving(self._driver.clock(), member.engine_id))
 
 
 _Here = Annotated[Engines, part(Engines)]
@@ -174,14 +180,14 @@ def _add_members(app: FastAPI) -> None:
         try:
             parsed = EngineSettings.parse(engine.url)
             given = engine.model_dump(exclude={"url"}, exclude_none=True)
-            member = engines.fleet.add(EngineSettings(**{**parsed.model_dump(), **given}))
+            server = engines.fleet.add(EngineSettings(**{**parsed.model_dump(), **given}))
         except ValidationError as error:
             first = error.errors()[0]
             name, said = str(first["loc"][0]), in_words(first)
             raise bad_request(said if first["type"] == "value_error" else f"{name}: {said}.", name) from None
         except ValueError as error:
             raise bad_request(str(error), "url") from None
-        return engines.view(member)
+        return engines.view(server.members[0])
 
     @app.delete("/v1/engines/{engine_id}", tags=["fleet"], dependencies=NEED_ADMIN)
     async def remove(engines: _Here, engine_id: str) -> dict[str, Any]:
@@ -194,12 +200,14 @@ def _add_cordons(app: FastAPI) -> None:
     @app.post("/v1/engines/{engine_id}/cordon", tags=["fleet"], dependencies=NEED_ADMIN)
     async def cordon(engines: _Here, engine_id: str) -> dict[str, Any]:
         """Stop giving an engine turns. Needs the admin key."""
-        return engines.view(engines.fleet.cordon(engine_id, True))
+        engines.fleet.cordon(engine_id, True)
+        return engines.view(engines.fleet.get(engine_id))
 
     @app.post("/v1/engines/{engine_id}/uncordon", tags=["fleet"], dependencies=NEED_ADMIN)
     async def uncordon(engines: _Here, engine_id: str) -> dict[str, Any]:
         """Give an engine turns again. Needs the admin key."""
-        return engines.view(engines.fleet.cordon(engine_id, False))
+        engines.fleet.cordon(engine_id, False)
+        return engines.view(engines.fleet.get(engine_id))
 
 
 def _add_departures(app: FastAPI) -> None:

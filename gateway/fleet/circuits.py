@@ -11,13 +11,14 @@ good look (`watch.py`).
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
-from engines.dialect import Asleep, ObservationError
+from engines.dialect import Asleep, Observation, ObservationError
 from engines.http import EngineUnreachable, NothingListens, ResponseTimeout
 from gateway.clock import Clock
 from gateway.config import Settings
-from gateway.fleet.member import EngineState, Member
+from gateway.fleet.member import Member
+from gateway.fleet.server import EngineState, Server
 from gateway.turnlog import LOGGER
 from scheduling.slot_search import FIRST_SLOTS
 from scheduling.types import EngineLoad, EngineLost, EngineReported, EngineSpec, Event
@@ -41,61 +42,65 @@ class Circuits:
         self._changed = asyncio.Event()
         self._has_come = asyncio.Event()
 
-    def close(self, member: Member) -> bool:
+    def close(self, server: Server) -> bool:
         """A look was good: the engine may be used. Returns whether it could not be used before."""
-        was_open = member.state is not EngineState.READY
-        member.state, member.num_faults = EngineState.READY, 0
+        was_open = server.state is not EngineState.READY
+        server.state, server.num_faults = EngineState.READY, 0
         return was_open
 
-    def count_fault(self, member: Member, fault: Exception) -> None:
+    def count_fault(self, server: Server, fault: Exception) -> None:
         """A connection fault, of a turn or of a look."""
-        member.num_faults += 1
-        member.last_fault = str(fault)
-        if member.num_faults >= self._settings.faults_to_open:
-            self.open(member, fault)
+        server.num_faults += 1
+        server.last_fault = str(fault)
+        if server.num_faults >= self._settings.faults_to_open:
+            self.open(server, fault)
 
-    def open(self, member: Member, fault: Exception) -> None:
+    def open(self, server: Server, fault: Exception) -> None:
         """The engine is lost."""
-        member.last_fault = str(fault)
-        member.may_be_alive = _leaves_alive(fault)
-        if member.state is not EngineState.LOST:
-            LOGGER.warning("engine is lost", extra={"fields": {"engine": member.engine_id, "fault": str(fault)}})
-        if member.state is EngineState.READY:
-            self.send_away(member)
-        member.state = EngineState.LOST
+        server.last_fault = str(fault)
+        server.may_be_alive = _leaves_alive(fault)
+        if server.state is not EngineState.LOST:
+            LOGGER.warning("engine is lost", extra={"fields": {"engine": server.server_id, "fault": str(fault)}})
+        if server.state is EngineState.READY:
+            self.send_away(server.members)
+        server.state = EngineState.LOST
         self.changed()
 
-    def send_away(self, member: Member) -> None:
-        """Have an engine's turns continue elsewhere."""
-        self._post(EngineLost(self._clock(), member.engine_id))
+    def send_away(self, members: Iterable[Member]) -> None:
+        """Have the turns of engines continue elsewhere."""
+        for member in members:
+            self._post(EngineLost(self._clock(), member.engine_id))
 
-    def report(self, member: Member, *, is_look: bool = False) -> None:
-        """Report an engine's state to the scheduler, if the engine may be used.
+    def report(self, server: Server, *, is_look: bool = False) -> None:
+        """Report the state of a server's engines to the scheduler, if they may be used.
 
         Args:
-            is_look: it was observed just now.
+            is_look: they were observed just now.
         """
-        seen = member.observation
-        if member.state is not EngineState.READY or seen is None:
-            return
-        slots = member.slots or seen.slots or self._settings.default_slots
-        capacity = member.settings.kv_capacity_tokens or seen.kv_capacity_tokens or 0
+        if server.state is EngineState.READY:
+            for member in server.members:
+                if member.observation is not None:
+                    self._report(server, member, member.observation, is_look)
+
+    def _report(self, server: Server, member: Member, seen: Observation, is_look: bool) -> None:
+        slots = server.slots or seen.slots or self._settings.default_slots
+        capacity = server.settings.kv_capacity_tokens or seen.kv_capacity_tokens or 0
         spec = EngineSpec(
             engine_id=member.engine_id,
-            models=frozenset(model.model_id for model in member.models),
+            models=frozenset(model.model_id for model in server.models),
             slots=slots or FIRST_SLOTS,
             kv_capacity_tokens=max(capacity - member.kv_offered_tokens, 1) if capacity else 0,
-            tp=member.settings.tp,
-            profile=member.profile,
+            tp=server.settings.tp,
+            profile=server.profile,
             # KV that it offers to others comes back.
             max_context_tokens=min(
-                filter(None, (capacity, *(model.max_context_tokens for model in member.models))), default=0
+                filter(None, (capacity, *(model.max_context_tokens for model in server.models))), default=0
             ),
             slots_are_assumed=slots is None,
         )
         used_tokens = int(seen.kv_used_share * capacity)
         load = EngineLoad(seen.num_running, seen.num_waiting, used_tokens) if is_look else None
-        self._post(EngineReported(self._clock(), spec, load, accepting=member.takes_turns))
+        self._post(EngineReported(self._clock(), spec, load, accepting=server.takes_turns))
 
     def changed(self) -> None:
         """Wake everything that waits for a change."""

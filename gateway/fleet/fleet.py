@@ -1,6 +1,8 @@
 """The engines as this process sees them: which exist, what each serves, and what was decided about each.
 
-Each one is looked at every second (`watch.py`); its circuit decides whether it may be used (`circuits.py`).
+Each server is looked at every second (`watch.py`); its circuit decides whether its engines may be used (`circuits.py`).
+What is done to one of a server's engines (to cordon, to drain, to remove, to give weights) is done to all: they are one
+process.
 """
 
 import asyncio
@@ -8,7 +10,7 @@ import contextlib
 from collections.abc import Callable
 from math import inf
 
-from engines.http import CONNECTION_FAULTS, HttpClient, HttpLimits
+from engines.http import CONNECTION_FAULTS, HttpLimits
 from engines.probe import Model
 from engines.profiles import load_profile
 from gateway.clock import Clock
@@ -16,7 +18,8 @@ from gateway.config import Settings
 from gateway.engine_settings import EngineSettings
 from gateway.fleet.circuits import Circuits
 from gateway.fleet.known_processes import KnownProcesses
-from gateway.fleet.member import EngineState, Member
+from gateway.fleet.member import Member
+from gateway.fleet.server import EngineState, Server
 from gateway.fleet.watch import Watch
 from gateway.turnlog import LOGGER
 from gateway.weights.record import WeightRecord
@@ -51,11 +54,12 @@ class Fleet:
         self._clock = clock
         self._post = post
         self._weights = weights
+        self._servers: list[Server] = []
         self._members: list[Member] = []
         self._models: dict[str, Model] = {}
         self._known = known
         self._circuits = Circuits(settings, clock, post)
-        self._watch = Watch(settings, clock, self._circuits, self._known, weights, self._models_seen)
+        self._watch = Watch(settings, clock, self._circuits, self._known, weights, self._models_seen, self._gather)
         self._start: asyncio.Task[None] | None = None
         self.is_starting = True
 
@@ -78,61 +82,61 @@ class Fleet:
         """Stop looking and close all connections."""
         if self._start is not None:
             self._start.cancel()
-        for member in self._members:
-            await self._close(member)
+        for server in self._servers:
+            await self._close(server)
 
-    def add(self, engine: EngineSettings) -> Member:
-        """Add an engine to the fleet. Raises ProfileError for an unknown profile, ValueError for a known URL."""
-        if any(member.address == engine.address for member in self._members):
+    def add(self, engine: EngineSettings) -> Server:
+        """Add a server to the fleet. Raises ProfileError for an unknown profile, ValueError for a known URL."""
+        if any(server.address == engine.address for server in self._servers):
             raise ValueError(f"{engine.url} is in the fleet already.")
-        headers = (("authorization", f"Bearer {engine.api_key.get_secret_value()}"),) if engine.api_key else ()
         seen = self._known.at(engine.url)
         limits = HttpLimits(self._settings.connect_timeout_s, max_connections=self._settings.max_connections_per_engine)
-        member = Member(
+        server = Server(
             settings=engine,
-            http=HttpClient(engine.url, limits, headers),
+            limits=limits,
             profile=load_profile(engine.profile) if engine.profile else None,
-            address=engine.address,
             run_id=self._weights.run_id,
             generation=seen.get("generation", 1),
             started_at=seen.get("started_at"),
             is_cordoned=seen.get("is_cordoned", False),
             is_in_doubt=seen.get("is_in_doubt", False),
         )
-        self._members.append(member)
-        member.task = asyncio.create_task(self._watch.over(member), name=f"watch {engine.url}")
-        return member
+        self._servers.append(server)
+        self._gather()
+        server.task = asyncio.create_task(self._watch.over(server), name=f"watch {engine.url}")
+        return server
 
     async def remove(self, engine_id: str) -> None:
-        """Remove an engine from the fleet; its turns continue elsewhere."""
-        member = self.get(engine_id)
-        self._members.remove(member)
+        """Remove an engine's server from the fleet; its turns continue elsewhere."""
+        server = self.get(engine_id).server
+        self._servers.remove(server)
+        self._gather()
         self._gather_models()
-        self._known.left(member)
-        self._circuits.send_away(member)
-        await self._close(member)
+        self._known.left(server)
+        self._circuits.send_away(server.members)
+        await self._close(server)
 
-    def cordon(self, engine_id: str, is_cordoned: bool) -> Member:
-        """Stop giving an engine turns, or give it turns again."""
-        member = self.get(engine_id)
-        member.is_cordoned = is_cordoned
-        member.is_draining = member.is_draining and is_cordoned
-        member.recheck.set()  # a lost one is looked at only every few seconds
-        self._known.note(member)
-        self._circuits.report(member)
+    def cordon(self, engine_id: str, is_cordoned: bool) -> Server:
+        """Stop giving an engine's server turns, or give it turns again."""
+        server = self.get(engine_id).server
+        server.is_cordoned = is_cordoned
+        server.is_draining = server.is_draining and is_cordoned
+        server.recheck.set()  # a lost one is looked at only every few seconds
+        self._known.note(server)
+        self._circuits.report(server)
         self._circuits.came()
-        return member
+        return server
 
     async def next_to_come(self) -> None:
         """Wait until an engine may have begun to take turns."""
         await self._circuits.next_to_come()
 
     async def drained(self, engine_id: str, timeout_s: float) -> bool:
-        """Cordon an engine and wait until none of its turns runs; False at the timeout."""
-        member = self.cordon(engine_id, True)
+        """Cordon an engine's server and wait until none of its turns runs; False at the timeout."""
+        server = self.cordon(engine_id, True)
         try:
             async with asyncio.timeout(timeout_s):
-                while member.num_legs:
+                while server.num_legs:
                     await self._circuits.next_change()
         except TimeoutError:
             return False
@@ -148,21 +152,25 @@ class Fleet:
     def kv_tier(self, engine_id: str) -> str:
         """The KV tier that an engine shares; "" for none, and for one that left."""
         with contextlib.suppress(UnknownEngine):
-            return self.get(engine_id).kv_tier
+            return self.get(engine_id).server.kv_tier
         return ""
 
     def members(self) -> list[Member]:
-        """All engines, in the order in which they were added."""
+        """All engines, in the order in which their servers were added."""
         return list(self._members)
+
+    def servers(self) -> list[Server]:
+        """All servers, in the order in which they were added."""
+        return list(self._servers)
 
     def serving(self, model: str | None) -> list[Member]:
         """Engines that may be used and, if given, serve this model."""
         return [
             member
             for member in self._members
-            if member.state is EngineState.READY
-            and not (member.is_cordoned or member.held)
-            and (model is None or any(model == known.model_id for known in member.models))
+            if member.server.state is EngineState.READY
+            and not (member.server.is_cordoned or member.server.held)
+            and (model is None or any(model == known.model_id for known in member.server.models))
         ]
 
     def models(self) -> dict[str, Model]:
@@ -172,32 +180,34 @@ class Fleet:
         return self._models
 
     def num_unseen(self) -> int:
-        """How many engines this process has not seen yet, so that nobody knows what they serve."""
-        return sum(member.dialect is None for member in self._members)
+        """How many servers this process has not seen yet, so that nobody knows what they serve."""
+        return sum(server.dialect is None for server in self._servers)
 
     # --- weights --------------------------------------------------------------------------------------------
 
-    def begin_update(self, member: Member) -> None:
-        """The engine begins to get weights: until the end it gets no new turns and no looks."""
-        member.is_updating = member.is_in_doubt = True
-        self._known.note(member)
-        self._circuits.report(member)
+    def begin_update(self, server: Server) -> None:
+        """The server begins to get weights: until the end it gets no new turns and no looks."""
+        server.is_updating = server.is_in_doubt = True
+        self._known.note(server)
+        self._circuits.report(server)
 
-    def end_update(self, member: Member, held: str, is_in_doubt: bool) -> None:
-        """The engine has the weights, or is held for a reason; if they are in doubt, its turns continue elsewhere."""
-        member.is_updating, member.held, member.worked_at = False, held, self._clock()
-        if member not in self._members:  # it was removed meanwhile
+    def end_update(self, server: Server, held: str, is_in_doubt: bool) -> None:
+        """The server has the weights, or is held for a reason; if they are in doubt, its turns continue elsewhere."""
+        server.is_updating, server.held = False, held
+        for member in server.members:
+            member.worked_at = self._clock()
+        if server not in self._servers:  # it was removed meanwhile
             return
-        member.is_in_doubt = is_in_doubt
-        self._known.note(member)
+        server.is_in_doubt = is_in_doubt
+        self._known.note(server)
         if held:
-            fields = {"engine": member.engine_id, "reason": held}
+            fields = {"engine": server.server_id, "reason": held}
             LOGGER.warning("engine is held", extra={"fields": fields})
         if is_in_doubt:
-            self._circuits.send_away(member)
-        self._circuits.report(member)
+            self._circuits.send_away(server.members)
+        self._circuits.report(server)
         self._circuits.came()
-        member.recheck.set()
+        server.recheck.set()
 
     # --- legs -----------------------------------------------------------------------------------------------
 
@@ -211,10 +221,10 @@ class Fleet:
         if not member.num_legs:
             self._circuits.changed()
         if isinstance(fault, CONNECTION_FAULTS):
-            self._circuits.count_fault(member, fault)
-            member.recheck.set()
+            self._circuits.count_fault(member.server, fault)
+            member.server.recheck.set()
         elif has_answered:
-            member.num_faults = 0
+            member.server.num_faults = 0
             member.worked_at = self._clock()
 
     async def _see_all(self) -> None:
@@ -222,16 +232,19 @@ class Fleet:
             async with asyncio.timeout(self._settings.start_timeout_s):
                 while self._is_one_to_come():
                     await self._circuits.next_change()
-        self._known.only({member.settings.url for member in self._members})
+        self._known.only({server.settings.url for server in self._servers})
         self.is_starting = False
         self._gather_models()
 
     def _is_one_to_come(self) -> bool:
         """Whether an engine is yet to be seen; or to be told of, if it was there before a restart, or if none is."""
-        if any(member.state is EngineState.STARTING for member in self._members):
+        if any(server.state is EngineState.STARTING for server in self._servers):
             return True
-        urls = {member.settings.url for member in self._members}
+        urls = {server.settings.url for server in self._servers}
         return not self._settings.engines and not (urls and self._known.present() <= urls)
+
+    def _gather(self) -> None:
+        self._members = [member for server in self._servers for member in server.members]
 
     def _models_seen(self) -> None:
         before = set(self._models)
@@ -243,13 +256,13 @@ class Fleet:
     def _gather_models(self) -> None:
         if self.is_starting:  # the first turns would all go to the first engine, away from their KV
             return
-        models = [model for member in self._members for model in member.models]
+        models = [model for server in self._servers for model in server.models]
         models.sort(key=lambda model: model.max_context_tokens or inf)
         self._models = {model.model_id: model for model in models}  # the last of each id: the one with the most room
 
-    async def _close(self, member: Member) -> None:
-        if member.task is not None:
-            member.task.cancel()
+    async def _close(self, server: Server) -> None:
+        if server.task is not None:
+            server.task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await member.task
-        member.http.close()
+                await server.task
+        server.close()

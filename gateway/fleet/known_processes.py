@@ -5,7 +5,7 @@ from typing import Any
 
 import orjson
 
-from gateway.fleet.member import Member
+from gateway.fleet.server import Server
 from store.port import Store
 
 _STATE_NAME = "fleet"
@@ -29,29 +29,29 @@ class KnownProcesses:
         """What `note` wrote about the process there; empty if none was ever seen."""
         return self._known.get(url, {})
 
-    def note(self, member: Member) -> None:
+    def note(self, server: Server) -> None:
         """Write down an engine's present state; its models as they were last seen, if it was not seen yet."""
-        models = [(model.model_id, model.max_context_tokens) for model in member.models]
-        self._known[member.settings.url] = {
-            "generation": member.generation,
-            "started_at": member.started_at,
-            "is_cordoned": member.is_cordoned,
-            "is_in_doubt": member.is_in_doubt,
-            "models": models or self.at(member.settings.url).get("models", []),
+        models = [(model.model_id, model.max_context_tokens) for model in server.models]
+        self._known[server.settings.url] = {
+            "generation": server.generation,
+            "started_at": server.started_at,
+            "is_cordoned": server.is_cordoned,
+            "is_in_doubt": server.is_in_doubt,
+            "models": models or self.at(server.settings.url).get("models", []),
         }
         self.remember()
 
-    def left(self, member: Member) -> None:
+    def left(self, server: Server) -> None:
         """It left the fleet. Another process may come to this address, and must not get its id.
 
         If the same process comes back, its weights are still in doubt if they were, and its models have their names.
         One that does not tell when it started counts as the same.
         """
-        is_in_doubt = member.is_in_doubt
-        before = self._known.pop(member.settings.url, {})
-        self._known[member.settings.url] = {
-            "generation": member.generation + 1,
-            "started_at": member.started_at if is_in_doubt else None,
+        is_in_doubt = server.is_in_doubt
+        before = self._known.pop(server.settings.url, {})
+        self._known[server.settings.url] = {
+            "generation": server.generation + 1,
+            "started_at": server.started_at if is_in_doubt else None,
             "is_in_doubt": is_in_doubt,
             "models": before.get("models", []),
             "has_left": True,

@@ -1,6 +1,6 @@
-"""Looks at each engine every second, and reports its state.
+"""Looks at each server every second, and reports the state of its engines.
 
-An engine that comes back as another process gets a new id, because the KV of the old one is gone. It gets no turn
+A server that comes back as another process gets a new id, because the KV of the old one is gone. It gets no turn
 before it has the fleet's weights.
 """
 
@@ -16,7 +16,8 @@ from gateway.clock import Clock
 from gateway.config import Settings
 from gateway.fleet.circuits import Circuits, Hangs
 from gateway.fleet.known_processes import KnownProcesses
-from gateway.fleet.member import EngineState, Member
+from gateway.fleet.member import Member
+from gateway.fleet.server import EngineState, Server
 from gateway.turnlog import LOGGER
 from gateway.weights.record import WeightRecord
 from gateway.weights.steps import join
@@ -25,11 +26,12 @@ _MAX_RECHECK_S = 5.0
 
 
 class Watch:
-    """Looks at engines, each in a task of its own.
+    """Looks at servers, each in a task of its own.
 
     Args:
         weights: those that an engine must have to get turns.
-        on_models: called when an engine has reported its models.
+        on_models: called when a server has reported its models.
+        on_ranks: called when the number of its data-parallel ranks has changed.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class Watch:
         known: KnownProcesses,
         weights: WeightRecord,
         on_models: Callable[[], None],
+        on_ranks: Callable[[], None],
     ) -> None:
         self._settings = settings
         self._clock = clock
@@ -47,98 +50,112 @@ class Watch:
         self._known = known
         self._weights = weights
         self._on_models = on_models
+        self._on_ranks = on_ranks
 
-    async def over(self, member: Member) -> None:
-        """Look at one engine until cancelled."""
+    async def over(self, server: Server) -> None:
+        """Look at one server until cancelled."""
         pause_s = self._settings.observe_interval_s
         while True:
             try:
-                if not member.is_updating:
-                    await self._look(member)
+                if not server.is_updating:
+                    await self._look(server)
                 pause_s = self._settings.observe_interval_s
             except Exception as fault:
                 if not isinstance(fault, (ObservationError, *FAULTS)):
-                    LOGGER.exception("defect", extra={"fields": {"engine": member.engine_id}})
+                    LOGGER.exception("defect", extra={"fields": {"engine": server.server_id}})
                 if isinstance(fault, (Asleep, NothingListens)):
-                    self._circuits.open(member, fault)
-                    member.has_slept = member.has_slept or isinstance(fault, Asleep)
+                    self._circuits.open(server, fault)
+                    server.has_slept = server.has_slept or isinstance(fault, Asleep)
                 elif not isinstance(fault, NoMoreConnections):  # which is not the engine's fault
-                    self._circuits.count_fault(member, fault)
+                    self._circuits.count_fault(server, fault)
                 pause_s = min(pause_s * 1.5, _MAX_RECHECK_S)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause_s):
-                    await member.recheck.wait()
-            member.recheck.clear()
+                    await server.recheck.wait()
+            server.recheck.clear()
 
-    async def _look(self, member: Member) -> None:
+    async def _look(self, server: Server) -> None:
         timeout_s = self._settings.observe_timeout_s
-        if member.dialect is None or member.state is EngineState.LOST:
-            await self._discover(member)
-        assert member.dialect is not None
+        if server.dialect is None or server.state is EngineState.LOST:
+            await self._discover(server)
+        assert server.dialect is not None
         # SGLang's name of its model becomes a path when it is given weights, by whomever.
-        if member.dialect.kind == "vllm" and self._clock() - member.models_at >= self._settings.models_interval_s:
-            self._told(member, await models_of(member.http, timeout_s))
-        if member.asks_tokens:
-            member.asks_tokens = not await tells_tokens(member.dialect, member.http, timeout_s)
-        observation = await member.dialect.observe(member.http, timeout_s)
-        self._check_progress(member, observation)
-        started_at = observation.started_at
-        is_same = started_at == member.started_at and (started_at is not None or member.state is not EngineState.LOST)
-        is_new_process = not is_same or member.has_slept  # one that wakes has no KV, so it counts as another
-        if is_new_process and member.state is EngineState.READY:  # what is known here belongs to the previous process
-            self._circuits.open(member, ObservationError("another process answers"))
-            await self._look(member)
+        if server.dialect.kind == "vllm" and self._clock() - server.models_at >= self._settings.models_interval_s:
+            self._told(server, await models_of(server.http, timeout_s))
+        if server.asks_tokens:
+            server.asks_tokens = not await tells_tokens(server.dialect, server.http, timeout_s)
+        observations = await server.dialect.observe(server.http, timeout_s)
+        for member, observation in zip(server.members, observations, strict=False):
+            self._check_progress(member, observation)
+        started_at = observations[0].started_at
+        is_same = started_at == server.started_at and (started_at is not None or server.state is not EngineState.LOST)
+        is_new_process = not is_same or server.has_slept  # one that wakes has no KV, so it counts as another
+        if is_new_process and server.state is EngineState.READY:  # what is known here belongs to the previous process
+            self._circuits.open(server, ObservationError("another process answers"))
+            await self._look(server)
             return
-        was_seen = member.observation is not None or member.started_at is not None
+        was_seen = server.members[0].observation is not None or server.started_at is not None
         if was_seen and is_new_process:
-            self._circuits.open(member, ObservationError("another process answers"))
+            self._circuits.open(server, ObservationError("another process answers"))
             # An engine that does not tell when it started may have been out of sight only for a moment.
-            member.become_another(keeps_weights=is_same or started_at is None)
-        member.started_at, member.has_slept = started_at, False
-        if member.state is not EngineState.READY:
-            await join(member, self._weights, self._known, self._settings)
-        member.observation = observation
-        if self._circuits.close(member):
-            LOGGER.info("engine is ready", extra={"fields": {"engine": member.engine_id}})
-            self._known.note(member)
+            server.become_another(keeps_weights=is_same or started_at is None)
+        server.started_at, server.has_slept = started_at, False
+        if server.state is not EngineState.READY:
+            await join(server, self._weights, self._known, self._settings)
+        self._match_ranks(server, len(observations))
+        for member, observation in zip(server.members, observations, strict=True):
+            member.observation = observation
+        if self._circuits.close(server):
+            LOGGER.info("engine is ready", extra={"fields": {"engine": server.server_id}})
+            self._known.note(server)
             self._circuits.changed()
             self._circuits.came()
-        self._circuits.report(member, is_look=True)
+        self._circuits.report(server, is_look=True)
 
-    async def _discover(self, member: Member) -> None:
+    def _match_ranks(self, server: Server, number: int) -> None:
+        """Each data-parallel rank is an engine; a server without ranks is one by itself."""
+        if number == len(server.members):
+            return
+        gone = server.resize(number)
+        self._on_ranks()
+        self._circuits.send_away(gone)
+        for member in gone:
+            member.http.close()
+
+    async def _discover(self, server: Server) -> None:
         """Ask a new process what it is."""
         timeout_s = self._settings.observe_timeout_s
-        found = await discover(member.http, member.settings.kind, timeout_s)
-        member.dialect, member.asks_tokens = found.dialect, self._settings.token_legs == "auto"
-        self._told(member, found.models)
-        ways = await self._kv_ways(member)
-        member.moves_kv, member.kv_tier = ways.fetches, ways.tier
-        member.slots = member.settings.slots or await found.dialect.slots(member.http, timeout_s)
+        found = await discover(server.http, server.settings.kind, timeout_s)
+        server.dialect, server.asks_tokens = found.dialect, self._settings.token_legs == "auto"
+        self._told(server, found.models)
+        ways = await self._kv_ways(server)
+        server.moves_kv, server.kv_tier = ways.fetches, ways.tier
+        server.slots = server.settings.slots or await found.dialect.slots(server.http, timeout_s)
 
-    def _told(self, member: Member, models: tuple[Model, ...]) -> None:
-        before, member.models = member.models, self._named(member, models)
-        member.models_at = self._clock()
-        if member.models != before:
+    def _told(self, server: Server, models: tuple[Model, ...]) -> None:
+        before, server.models = server.models, self._named(server, models)
+        server.models_at = self._clock()
+        if server.models != before:
             self._on_models()
 
-    async def _kv_ways(self, member: Member) -> KvWays:
+    async def _kv_ways(self, server: Server) -> KvWays:
         """What was configured for an engine, else what it reports."""
-        said, told = member.settings, KvWays()
-        is_vllm = member.dialect is not None and member.dialect.kind == "vllm"
+        said, told = server.settings, KvWays()
+        is_vllm = server.dialect is not None and server.dialect.kind == "vllm"
         if is_vllm and (said.kv_transfer is None or said.kv_tier is None):
-            told = await kv_ways(member.http, self._settings.observe_timeout_s)
+            told = await kv_ways(server.http, self._settings.observe_timeout_s)
         fetches = told.fetches if said.kv_transfer is None else said.kv_transfer == "nixl"
         return KvWays(fetches, told.tier if said.kv_tier is None else said.kv_tier)
 
-    def _named(self, member: Member, models: tuple[Model, ...]) -> tuple[Model, ...]:
+    def _named(self, server: Server, models: tuple[Model, ...]) -> tuple[Model, ...]:
         """The models under the names by which clients know them."""
         if not any(self._weights.is_path(model.model_id) for model in models):
             return models
-        known = self._known.at(member.settings.url).get("models", [])
-        return member.models or tuple(Model(*model) for model in known) or models
+        known = self._known.at(server.settings.url).get("models", [])
+        return server.models or tuple(Model(*model) for model in known) or models
 
     def _check_progress(self, member: Member, observation: Observation) -> None:
-        """Raises ObservationError if turns run without progress for too long."""
+        """Raises ObservationError if turns run on an engine without progress for too long."""
         before = member.observation
         now = self._clock()
         is_busy = bool(observation.num_running or member.num_legs > member.num_held_up)
@@ -147,5 +164,5 @@ class Watch:
             member.worked_at = now
         elif now - member.worked_at > self._settings.stall_timeout_s:
             fault = Hangs("it hangs: turns run, and no token came")
-            self._circuits.open(member, fault)
+            self._circuits.open(member.server, fault)
             raise fault

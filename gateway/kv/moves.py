@@ -20,7 +20,8 @@ from engines.kv import is_mostly, one_token
 from gateway.clock import Clock
 from gateway.config import Settings
 from gateway.fleet.fleet import Fleet, UnknownEngine
-from gateway.fleet.member import EngineState, Member
+from gateway.fleet.member import Member
+from gateway.fleet.server import EngineState
 from gateway.kv.contexts import Context, Contexts
 from gateway.kv.transfers import MoveFailed, TransferRequest, Transfers, weights_of
 from gateway.metrics import Metrics
@@ -198,7 +199,7 @@ class KvMoves:
         prefills: bool = False,
     ) -> bool:
         """Bring it, and count the outcome; returns whether it is there."""
-        began_at, version = self._clock(), target.weight_version
+        began_at, version = self._clock(), target.server.weight_version
         context = self.contexts.get(trajectory_id)
         asked = TransferRequest(trajectory_id, path, one_token(path, request))
         can_load = context is not None and _can_load(context, target)
@@ -212,7 +213,7 @@ class KvMoves:
         if context is not None:  # the next turn does not try again in any case: it computes what is missing
             context.engine_id, context.brought_by = target.engine_id, outcome
             if outcome and outcome != "fetched":  # computed there, or loaded: by these weights, and for this tier
-                context.version, context.tier = version, target.kv_tier
+                context.version, context.tier = version, target.server.kv_tier
         return bool(outcome)
 
     async def _moved(
@@ -274,10 +275,10 @@ class KvMoves:
         """
         with contextlib.suppress(UnknownEngine):
             source = self._fleet.get(engine_id)
-            can = source.moves_kv and target.moves_kv and source is not target
-            is_there = source.state is EngineState.READY and not source.is_updating
+            can = source.server.moves_kv and target.server.moves_kv and source is not target
+            is_there = source.server.state is EngineState.READY and not source.server.is_updating
             is_same = weights_of(source) == weights_of(target)
-            is_present = context is None or context.version == source.weight_version
+            is_present = context is None or context.version == source.server.weight_version
             return source if can and is_there and is_same and is_present else None
         return None
 
@@ -287,7 +288,10 @@ _NOT_IN_TIER = "the tier has not got it"
 
 def _can_load(context: Context, target: Member) -> bool:
     """Whether an engine should find a context in the tier that it shares with the one that computed it."""
-    return bool(context.tier) and (context.tier, context.version) == (target.kv_tier, target.weight_version)
+    return bool(context.tier) and (context.tier, context.version) == (
+        target.server.kv_tier,
+        target.server.weight_version,
+    )
 
 
 def _made_tokens(chain: Chain) -> int:

@@ -56,8 +56,8 @@ class Transfers:
         weights = weights_of(source)
         told = await self._ask(source, asked, offering(asked.request), _FIRST)
         if told.offer is None:
-            if not source.is_updating and weights_of(source) == weights:  # an update may abort what runs
-                source.moves_kv = False  # it was configured or believed to; it is not asked again
+            if not source.server.is_updating and weights_of(source) == weights:  # an update may abort what runs
+                source.server.moves_kv = False  # it was configured or believed to; it is not asked again
             raise MoveFailed("the old home offers no KV")
         source.kv_offered_tokens += told.prompt_tokens
         offered_by, is_fetched = source.engine_id, False
@@ -104,7 +104,7 @@ class Transfers:
             source.offer_ended(offered_by, told.prompt_tokens)
 
     async def _ask(self, member: Member, asked: TransferRequest, request: dict[str, Any], priority: int) -> HeldContext:
-        assert member.dialect is not None
+        assert member.server.dialect is not None
         leg = Leg(
             path=asked.path,
             request_id=f"{os.urandom(16).hex()}-kv0",
@@ -113,9 +113,10 @@ class Transfers:
             body=orjson.dumps(request),
             request=request,
             counts_tokens=False,
-            cache_salt=member.cache_salt,
+            cache_salt=member.server.cache_salt,
+            rank=member.rank,
         )
-        upstream = member.dialect.upstream(leg)
+        upstream = member.server.dialect.upstream(leg)
         timeout_s = self._settings.kv_move_timeout_s
         self._fleet.leg_began(member)  # so that a drain waits for it
         try:
@@ -133,4 +134,4 @@ class Transfers:
 
 def weights_of(member: Member) -> tuple[str, str]:
     """What two engines must have in common to use each other's KV."""
-    return member.cache_salt, member.weight_version
+    return member.server.cache_salt, member.server.weight_version

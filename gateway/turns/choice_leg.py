@@ -124,7 +124,7 @@ class ChoiceLeg:
                 if failure.error.is_clients_fault and not turn.num_chunks and not turn.outlet.has_begun:
                     raise RefusedTokens
                 raise failure
-            await self._read(response, lambda: self._place.member.weight_version)
+            await self._read(response, lambda: self._place.member.server.weight_version)
             response.release()
         finally:
             response.close()
@@ -144,10 +144,11 @@ class ChoiceLeg:
             place.priority,
             chain.prompt_ids + chain.output_ids,
             len(chain.output_ids),
-            place.member.cache_salt,
+            place.member.server.cache_salt,
             self._event_tokens(),
             place.settings.keep_logprobs and turn.ask.keeps_tokens,
             index,
+            place.member.rank,
         )
 
     def _event_tokens(self) -> int:

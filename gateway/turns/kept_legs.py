@@ -29,7 +29,8 @@ from engines.upstream import Upstream
 from gateway.config import Settings
 from gateway.descriptors import DescriptorStore
 from gateway.fleet.fleet import Fleet
-from gateway.fleet.member import EngineState, Member
+from gateway.fleet.member import Member
+from gateway.fleet.server import EngineState
 from gateway.tokens.turn_tokens import VersionSpan
 from gateway.turns.chain import Chain
 from gateway.turns.choice import Choice
@@ -133,8 +134,10 @@ class KeptLegs:
             return dispatch
         is_running = any(leg.is_open() for leg in self._claimed[turn.turn_id].values())
         for member in self._fleet.members():
-            is_known = member.dialect is not None and member.dialect.tokens is not None
-            if member.engine_id == engine_id and (member.state is EngineState.READY or (is_known and is_running)):
+            is_known = member.server.dialect is not None and member.server.dialect.tokens is not None
+            if member.engine_id == engine_id and (
+                member.server.state is EngineState.READY or (is_known and is_running)
+            ):
                 return replace(dispatch, engine_id=engine_id)
         return dispatch
 
@@ -168,7 +171,7 @@ class KeptLegs:
             leg.connection, leg.tape, self._turn_timeout_s, lambda: self._descriptors.drop(leg.name)
         )
         is_there = leg.engine_id == member.engine_id
-        return response, lambda: member.weight_version if is_there else leg.version
+        return response, lambda: member.server.weight_version if is_there else leg.version
 
     def _take_all(self) -> None:
         found = self._descriptors.found
@@ -278,7 +281,7 @@ def _header(turn: Turn, choice: Choice, member: Member) -> dict[str, Any]:
         "arrived_at": turn.arrived_at,
         "leg": turn.leg,
         "engine": member.engine_id,
-        "version": member.weight_version,
+        "version": member.server.weight_version,
         "prompt": xxh3_64_hexdigest(chain.prompt_ids.text),
         "made": (chain.output_ids, chain.logprobs, spans),
     }

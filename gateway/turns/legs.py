@@ -17,7 +17,8 @@ from engines.upstream import VLLM_GENERATE, Leg, TooDeep, Upstream
 from gateway.clock import Clock
 from gateway.config import Settings
 from gateway.fleet.fleet import Fleet, UnknownEngine
-from gateway.fleet.member import EngineState, Member
+from gateway.fleet.member import Member
+from gateway.fleet.server import EngineState
 from gateway.http.errors import api_error, engine_error
 from gateway.http.sse import EventTooLarge
 from gateway.kv.moves import KvMoves
@@ -110,7 +111,7 @@ class Legs:
     def ended(self, turn: Turn, begun: Begun) -> None:
         """A leg ended with its whole answer received or passed on: its turn is finished."""
         turn.leg_runs_at("", False)
-        turn.versions = begun.member.versions[begun.first_version :]
+        turn.versions = begun.member.server.versions[begun.first_version :]
         self._fleet.leg_ended(begun.member, None, True)
 
     async def run(self, turn: Turn, dispatch: Dispatch, begun: Begun | None = None) -> Outcome:
@@ -160,7 +161,7 @@ class Legs:
             if stop.fault is Fault.ENGINE:
                 lost = LegFailed(Fault.ENGINE, api_error(502, "The engine was lost.", "engine_lost"))
                 # Not one that was removed, or that may be alive behind a slow network.
-                lost.broke_off = member.state is EngineState.LOST and not member.may_be_alive
+                lost.broke_off = member.server.state is EngineState.LOST and not member.server.may_be_alive
                 raise lost from None
             raise
         except LegFailed as failure:
@@ -170,7 +171,7 @@ class Legs:
             raise
         finally:
             turn.leg_runs_at("", False)
-            turn.versions = member.versions[begun.first_version :]
+            turn.versions = member.server.versions[begun.first_version :]
             if response is not None:
                 response.close()
             if fault is None:
@@ -178,8 +179,8 @@ class Legs:
             self._fleet.leg_ended(member, fault, has_answered)
 
     def _began(self, turn: Turn, dispatch: Dispatch, member: Member) -> Begun:
-        begun = Begun(dispatch, member, len(member.versions) - 1 if member.versions else 0)
-        turn.versions = member.versions[begun.first_version :]
+        begun = Begun(dispatch, member, len(member.server.versions) - 1 if member.server.versions else 0)
+        turn.versions = member.server.versions[begun.first_version :]
         turn.leg_runs_at(dispatch.engine_id, False)
         self._fleet.leg_began(member)
         return begun
@@ -198,9 +199,9 @@ class Legs:
         return await member.http.request("POST", upstream.path, upstream.body, upstream.headers, timeout_s, reuses)
 
     def _upstream(self, turn: Turn, dispatch: Dispatch, member: Member) -> Upstream:
-        assert member.dialect is not None
+        assert member.server.dialect is not None
         ask = turn.ask
-        return member.dialect.upstream(
+        return member.server.dialect.upstream(
             Leg(
                 ask.path,
                 _request_id(turn),
@@ -209,7 +210,8 @@ class Legs:
                 ask.body,
                 ask.request,
                 ask.wants_stream and ask.path in _TOLD_WHEN_ASKED and not ask.wants_usage,
-                member.cache_salt,
+                member.server.cache_salt,
+                member.rank,
             )
         )
 
@@ -284,7 +286,7 @@ class Legs:
 
     def _abort(self, turn: Turn, member: Member) -> None:
         """Stop an engine at once if closing the connection does not suffice; nobody waits for it."""
-        dialect = member.dialect
+        dialect = member.server.dialect
         if dialect is None:
             return
 

@@ -168,8 +168,8 @@ class RequestReader:
         """Raises Refused if the turn may go to an engine that has no such route."""
         kind = "sglang" if path == SGLANG_GENERATE else "vllm"
         for member in self._fleet.members():
-            is_of_model = any(model == known.model_id for known in member.models)
-            if is_of_model and member.dialect is not None and member.dialect.kind != kind:
+            is_of_model = any(model == known.model_id for known in member.server.models)
+            if is_of_model and member.server.dialect is not None and member.server.dialect.kind != kind:
                 raise not_found(f"{path} exists on {kind} only; other engines serve {model[:200]!r}.", "unknown_route")
 
 

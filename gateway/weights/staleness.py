@@ -9,7 +9,7 @@ with that error too.
 from collections.abc import Iterable, Sequence
 
 from gateway.config import Settings
-from gateway.fleet.member import Member
+from gateway.fleet.server import Server
 from gateway.http.errors import ApiError, api_error
 from gateway.http.refusals import Refused
 from gateway.state.driver import LiveTurn
@@ -47,12 +47,13 @@ class Staleness:
         if version is not None and not (self._restarts and turn.begin_again()):
             raise self._failed(version)
 
-    def stop_stale(self, turns: Iterable[LiveTurn], member: Member) -> None:
-        """Stop turns that became too stale when their engine took new weights."""
+    def stop_stale(self, turns: Iterable[LiveTurn], server: Server) -> None:
+        """Stop turns that became too stale when their server took new weights."""
         if self._limit is None:
             return
+        engine_ids = {member.engine_id for member in server.members}
         for turn in turns:
-            if not isinstance(turn, Turn) or turn.engine_id != member.engine_id:
+            if not isinstance(turn, Turn) or turn.engine_id not in engine_ids:
                 continue
             turn.stale_version = self._stale(turn, turn.versions_made or turn.versions)
             if turn.stale_version is not None:

@@ -8,7 +8,7 @@ from engines.dialect import ObservationError
 from engines.weights import WEIGHTS, NewWeights, WeightsError
 from gateway.config import Settings
 from gateway.fleet.known_processes import KnownProcesses
-from gateway.fleet.member import Member
+from gateway.fleet.server import Server
 from gateway.weights.record import WeightRecord
 
 
@@ -34,11 +34,11 @@ class UpdateProgress:
 
 
 async def give_weights(
-    member: Member, weights: NewWeights, number: int, settings: Settings, progress: UpdateProgress
+    server: Server, weights: NewWeights, number: int, settings: Settings, progress: UpdateProgress
 ) -> None:
     """Pause, load, resume. Raises WeightsError, whose step tells what is known of the weights; safe to repeat."""
-    assert member.dialect is not None
-    control, http = WEIGHTS[member.dialect.kind], member.http
+    assert server.dialect is not None
+    control, http = WEIGHTS[server.dialect.kind], server.http
     progress.state, began_at = "pausing", time.perf_counter()
     try:
         await control.pause(http, weights.mode, settings.weight_pause_timeout_s)
@@ -48,30 +48,30 @@ async def give_weights(
     progress.state, paused_at = "loading", time.perf_counter()
     await control.load(http, weights, settings.weight_load_timeout_s)
     progress.load_s = time.perf_counter() - paused_at
-    member.took(weights.version, number)
+    server.took(weights.version, number)
     progress.state = "resuming"
     await control.resume(http, settings.weight_pause_timeout_s)
     progress.paused_s = time.perf_counter() - began_at
-    progress.state, member.held, member.is_in_doubt = "done", "", False
+    progress.state, server.held, server.is_in_doubt = "done", "", False
 
 
-async def join(member: Member, record: WeightRecord, known: KnownProcesses, settings: Settings) -> None:
+async def join(server: Server, record: WeightRecord, known: KnownProcesses, settings: Settings) -> None:
     """Bring a new process to the fleet's weights, or hold it with the reason. Raises ObservationError."""
-    assert member.dialect is not None
-    control = WEIGHTS[member.dialect.kind]
+    assert server.dialect is not None
+    control = WEIGHTS[server.dialect.kind]
     try:
-        told = await control.version(member.http, settings.observe_timeout_s)
+        told = await control.version(server.http, settings.observe_timeout_s)
     except WeightsError as error:
         if record.current is not None:
             raise ObservationError(str(error)) from None
         told = None
-    member.held = _IN_DOUBT if member.is_in_doubt and record.current is None else ""
-    member.versions.clear()
+    server.held = _IN_DOUBT if server.is_in_doubt and record.current is None else ""
+    server.versions.clear()
     if told is not None:
-        member.took(told, record.number(told))
+        server.took(told, record.number(told))
     while (wanted := record.current) is not None:
-        member.held = await _brought_to(member, wanted, record, known, settings)
-        if not member.held:
+        server.held = await _brought_to(server, wanted, record, known, settings)
+        if not server.held:
             record.took(wanted.version)
         if record.current is wanted:  # it may have changed in all that time
             return
@@ -81,23 +81,23 @@ _IN_DOUBT = "an update to its weights failed, and no version was set before: sen
 
 
 async def _brought_to(
-    member: Member, wanted: NewWeights, record: WeightRecord, known: KnownProcesses, settings: Settings
+    server: Server, wanted: NewWeights, record: WeightRecord, known: KnownProcesses, settings: Settings
 ) -> str:
     """Why it could not be brought to the weights; "" if it was."""
-    assert member.dialect is not None
-    has = member.weight_version
+    assert server.dialect is not None
+    has = server.weight_version
     try:
-        if has == wanted.version and not member.is_in_doubt:
+        if has == wanted.version and not server.is_in_doubt:
             if record.is_unfinished:  # the gateway may have died between its pause and its resume
-                await WEIGHTS[member.dialect.kind].resume(member.http, settings.weight_pause_timeout_s)
+                await WEIGHTS[server.dialect.kind].resume(server.http, settings.weight_pause_timeout_s)
         elif not has:
             return f"it does not tell its weights, and the fleet's are {wanted.version!r}"
         elif wanted.path is None:
             return f"it has weights {has!r}; {wanted.version!r} came by transfer: send them again"
         else:
-            member.is_in_doubt = True
-            known.note(member)  # the gateway may die before its resume
-            await give_weights(member, wanted, record.number(wanted.version), settings, UpdateProgress())
+            server.is_in_doubt = True
+            known.note(server)  # the gateway may die before its resume
+            await give_weights(server, wanted, record.number(wanted.version), settings, UpdateProgress())
     except WeightsError as error:
         return f"it could not take weights {wanted.version!r}: {error}"
     return ""

@@ -1,6 +1,6 @@
 """Gives new weights to the fleet while turns run: one update at a time, many engines at once.
 
-1. Each engine is told to pause, to load and to resume (see `engines/weights.py`). Meanwhile it gets no new turns, and
+1. Each server is told to pause, to load and to resume (see `engines/weights.py`). Meanwhile it gets no new turns, and
    the turns that run there just wait. Other engines go on.
 2. Weights from a path go to one engine first: if it refuses the path, the update ends before the fleet is touched. A
    transfer goes to all engines at once, because its collectives wait for each other.
@@ -10,7 +10,7 @@
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from engines.weights import NewWeights, WeightsError, transfer_fields
 from gateway.clock import Clock
 from gateway.config import Settings
 from gateway.fleet.fleet import Fleet
-from gateway.fleet.member import EngineState, Member
+from gateway.fleet.server import EngineState, Server
 from gateway.http.refusals import bad_request, conflict
 from gateway.state.driver import LiveTurn
 from gateway.turnlog import LOGGER
@@ -53,11 +53,11 @@ class Update:
             return "done"
         return "partial" if "done" in states else "failed"
 
-    def serves(self, version: str, engine_ids: Sequence[str] | None) -> bool:
-        """Whether a caller that orders this version for these engines (None for all) may wait for this update's end."""
+    def serves(self, version: str, server_ids: Iterable[str] | None) -> bool:
+        """Whether a caller that orders this version for these servers (None for all) may wait for this update's end."""
         if version != self.weights.version:
             return False
-        return self.is_of_all if engine_ids is None else self.engines.keys() >= set(engine_ids)
+        return self.is_of_all if server_ids is None else self.engines.keys() >= set(server_ids)
 
     def told(self) -> str:
         """Which engines it is for, in words."""
@@ -76,8 +76,8 @@ class Update:
         }
 
 
-_Members = Mapping[str, Member]
-"""Engines, by the ids that they had when the update began."""
+_Servers = Mapping[str, Server]
+"""By the ids that they had when the update began, which are those of their first engines."""
 
 
 class WeightUpdates:
@@ -126,25 +126,28 @@ class WeightUpdates:
                 fields that an engine's kind cannot use.
         """
         is_elsewhere = engine_ids is None and self._is_elsewhere(weights)
+        wanted = self._fleet.servers() if engine_ids is None else [self._fleet.get(one).server for one in engine_ids]
+        servers = {server.server_id: server for server in wanted}
         if self._update is not None and self._update.ended_at is None:
-            if self._update.serves(weights.version, engine_ids) and not is_elsewhere:
+            if self._update.serves(weights.version, None if engine_ids is None else servers) and not is_elsewhere:
                 return self._update
             raise conflict(f"The update to {self._update.weights.version!r} is under way, for {self._update.told()}.")
-        wanted = self._fleet.members() if engine_ids is None else map(self._fleet.get, engine_ids)
-        members = {member.engine_id: member for member in wanted}
-        for member in members.values():
-            _check(weights, member)
-        if is_elsewhere and members and all(_has(member, weights.version) for member in members.values()):
+        for server in servers.values():
+            _check(weights, server)
+        if is_elsewhere and servers and all(_has(server, weights.version) for server in servers.values()):
             raise conflict(
                 f"All engines have {weights.version!r} already, from another path. Other weights need another version."
             )
-        if others := {self._fleet.get(one).engine_id for one in of_engine or {}} - members.keys():
+        of_server = {self._fleet.get(one).server.server_id: fields for one, fields in (of_engine or {}).items()}
+        if len(of_server) < len(of_engine or {}):
+            raise bad_request("Two of these engines are ranks of one server.", "transfer_of")
+        if others := of_server.keys() - servers.keys():
             raise bad_request(f"{min(others)!r} is not among the engines of this update.", "transfer_of")
         self._record.begin(weights)
         update = Update(weights, self._record.number(weights.version), self._clock(), engine_ids is None)
-        update.engines = {engine_id: UpdateProgress() for engine_id in members}
+        update.engines = {server_id: UpdateProgress() for server_id in servers}
         self._update = update
-        self._task = asyncio.create_task(self._run(update, members, of_engine or {}), name="weights")
+        self._task = asyncio.create_task(self._run(update, servers, of_server), name="weights")
         return update
 
     async def fleet_known(self) -> None:
@@ -172,7 +175,7 @@ class WeightUpdates:
             "number": self._record.number(current.version) if current else 0,
             "path": current.path if current else None,
             "engines": {
-                member.engine_id: {"version": member.weight_version or None, "held": member.held or None}
+                member.engine_id: {"version": member.server.weight_version or None, "held": member.server.held or None}
                 for member in self._fleet.members()
             },
             "update": self._update.view() if self._update else None,
@@ -187,69 +190,69 @@ class WeightUpdates:
 
     # --- running --------------------------------------------------------------------------------------------
 
-    async def _run(self, update: Update, members: _Members, of_engine: Mapping[str, Mapping[str, Any]]) -> None:
+    async def _run(self, update: Update, servers: _Servers, of_server: Mapping[str, Mapping[str, Any]]) -> None:
         try:
             await self._store.settle(self._settings.settle_timeout_s)
-            there = {engine_id: one for engine_id, one in members.items() if self._is_there(engine_id, one, update)}
+            there = {server_id: one for server_id, one in servers.items() if self._is_there(server_id, one, update)}
             if update.weights.path is not None:
                 await self._from_disk(update, there)
             else:
-                await asyncio.gather(*(self._give(*one, update, of_engine) for one in there.items()))
+                await asyncio.gather(*(self._give(*one, update, of_server) for one in there.items()))
         finally:
             self._end(update, is_broken_off=any(one.state not in _ENDS for one in update.engines.values()))
 
-    async def _from_disk(self, update: Update, members: _Members) -> None:
-        others = dict(members)
-        if members and not any(_has(member, update.weights.version) for member in members.values()):
-            first_id = min(members, key=lambda engine_id: members[engine_id].num_legs)
+    async def _from_disk(self, update: Update, servers: _Servers) -> None:
+        others = dict(servers)
+        if servers and not any(_has(server, update.weights.version) for server in servers.values()):
+            first_id = min(servers, key=lambda server_id: servers[server_id].num_legs)
             refused = await self._give(first_id, others.pop(first_id), update, {})
             if refused:
-                for engine_id in others:
-                    update.engines[engine_id].state = "untouched"
+                for server_id in others:
+                    update.engines[server_id].state = "untouched"
                 return
         at_once = asyncio.Semaphore(self._settings.weight_loads_at_once)
 
-        async def give(engine_id: str, member: Member) -> None:
+        async def give(server_id: str, server: Server) -> None:
             async with at_once:
                 # Others may have loaded for minutes: an engine that left, or is lost, is not there any more.
-                if self._is_there(engine_id, member, update):
-                    await self._give(engine_id, member, update, {})
+                if self._is_there(server_id, server, update):
+                    await self._give(server_id, server, update, {})
 
         await asyncio.gather(*(give(*one) for one in others.items()))
 
     async def _give(
-        self, engine_id: str, member: Member, update: Update, of_engine: Mapping[str, Mapping[str, Any]]
+        self, server_id: str, server: Server, update: Update, of_server: Mapping[str, Mapping[str, Any]]
     ) -> bool:
         """Give one engine the weights; True if it refused them."""
-        progress, weights = update.engines[engine_id], update.weights
-        if _has(member, update.weights.version):
+        progress, weights = update.engines[server_id], update.weights
+        if _has(server, update.weights.version):
             progress.state = "done"
             return False
         if weights.transfer is not None:
-            weights = replace(weights, transfer={**weights.transfer, **of_engine.get(engine_id, {})})
-        was_in_doubt = member.is_in_doubt
-        self._fleet.begin_update(member)
+            weights = replace(weights, transfer={**weights.transfer, **of_server.get(server_id, {})})
+        was_in_doubt = server.is_in_doubt
+        self._fleet.begin_update(server)
         held, is_in_doubt = "the update to its weights was broken off", True
         try:
-            await give_weights(member, weights, update.number, self._settings, progress)
+            await give_weights(server, weights, update.number, self._settings, progress)
             held, is_in_doubt = "", False
             self._record.took(weights.version)
-            self._staleness.stop_stale(self._live_turns(), member)
+            self._staleness.stop_stale(self._live_turns(), server)
         except WeightsError as error:
             held = f"it could not take weights {weights.version!r}: {error}"
             is_in_doubt = was_in_doubt or error.step != "pause"
             progress.state, progress.error = "failed", str(error)
             return error.is_refusal
         finally:
-            self._fleet.end_update(member, held, is_in_doubt)
+            self._fleet.end_update(server, held, is_in_doubt)
         return False
 
-    def _is_there(self, engine_id: str, member: Member, update: Update) -> bool:
+    def _is_there(self, server_id: str, server: Server, update: Update) -> bool:
         """Whether it can be given the weights: as another process, or once it is back, it takes them by itself."""
-        is_same = member.engine_id == engine_id and member in self._fleet.members()
-        if is_same and member.state is EngineState.READY:
+        is_same = server.server_id == server_id and server in self._fleet.servers()
+        if is_same and server.state is EngineState.READY:
             return True
-        update.engines[engine_id].state = "absent"
+        update.engines[server_id].state = "absent"
         return False
 
     def _end(self, update: Update, is_broken_off: bool) -> None:
@@ -257,7 +260,7 @@ class WeightUpdates:
         if is_broken_off:
             return
         if update.status() == "failed" and not any(
-            _has(member, update.weights.version) for member in self._fleet.members()
+            _has(server, update.weights.version) for server in self._fleet.servers()
         ):
             self._record.take_back()
         else:
@@ -268,12 +271,12 @@ class WeightUpdates:
 _ENDS = frozenset({"done", "failed", "absent", "untouched"})
 
 
-def _has(member: Member, version: str) -> bool:
-    return member.weight_version == version and not member.held
+def _has(server: Server, version: str) -> bool:
+    return server.weight_version == version and not server.held
 
 
-def _check(weights: NewWeights, member: Member) -> None:
-    kind = member.dialect.kind if member.dialect else member.settings.kind
+def _check(weights: NewWeights, server: Server) -> None:
+    kind = server.dialect.kind if server.dialect else server.settings.kind
     if weights.transfer is None or kind is None:
         return
     fields = transfer_fields(kind)

@@ -136,7 +136,8 @@ class EngineUnderTest:
         await self.dialect.abort(self.http, request_id, TIMEOUT_S)
 
     async def observe(self) -> Observation:
-        return await self.dialect.observe(self.http, TIMEOUT_S)
+        (seen,) = await self.dialect.observe(self.http, TIMEOUT_S)
+        return seen
 
     async def until(self, holds: Callable[[Observation], bool]) -> Observation:
         """Observe until the condition holds; returns the observation in which it did."""

@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.dialect import Observation
-from engines.http import ConnectionBroken, HttpClient
+from engines.http import ConnectionBroken, HttpLimits
 from engines.probe import Model
 from gateway.config import load_settings
 from gateway.engine_settings import EngineSettings
 from gateway.fleet.circuits import Circuits
-from gateway.fleet.member import EngineState, Member
+from gateway.fleet.server import EngineState, Server
 from scheduling.types import EngineLoad, EngineLost, EngineReported, Event
 
 OBSERVATION = Observation(3, 2, 0.5, 10_000, 64, 0.0, None)
@@ -25,16 +25,16 @@ class Site:
 
     def __init__(self, faults_to_open: int = 3, default_slots: int | None = 128, **engine: Any) -> None:
         settings = EngineSettings(url="http://10.0.0.1:8000", **engine)
-        self.member = Member(settings, HttpClient(settings.url), None, settings.address, "run")
+        self.server = Server(settings, HttpLimits(), None, "run")
         self.events: list[Event] = []
         chosen = load_settings(store="memory:", faults_to_open=faults_to_open, default_slots=default_slots)
         self.circuits = Circuits(chosen, lambda: 5.0, self.events.append)
 
     def observed(self, observation: Observation = OBSERVATION) -> EngineReported:
         """A successful observation; returns what is reported of it."""
-        self.member.observation = observation
-        self.circuits.close(self.member)
-        self.circuits.report(self.member, is_look=True)
+        self.server.members[0].observation = observation
+        self.circuits.close(self.server)
+        self.circuits.report(self.server, is_look=True)
         reported = self.events.pop()
         assert isinstance(reported, EngineReported)
         return reported
@@ -48,23 +48,23 @@ def test_a_circuit_opens_after_the_configured_faults_in_a_row(faults_to_open: in
     num_in_a_row = num_losses = 0
     for is_good in checks:
         if is_good:
-            assert site.circuits.close(site.member) is (num_in_a_row >= faults_to_open)
+            assert site.circuits.close(site.server) is (num_in_a_row >= faults_to_open)
             num_in_a_row = 0
         else:
             num_in_a_row += 1
             num_losses += num_in_a_row == faults_to_open
-            site.circuits.count_fault(site.member, ConnectionBroken(f"fault {num_in_a_row}"))
-            assert site.member.last_fault == f"fault {num_in_a_row}"
-        assert (site.member.state is EngineState.LOST) is (num_in_a_row >= faults_to_open)
+            site.circuits.count_fault(site.server, ConnectionBroken(f"fault {num_in_a_row}"))
+            assert site.server.last_fault == f"fault {num_in_a_row}"
+        assert (site.server.state is EngineState.LOST) is (num_in_a_row >= faults_to_open)
         assert site.events == [EngineLost(5.0, "10.0.0.1:8000")] * num_losses
 
 
 def test_an_engine_that_was_never_ready_is_not_reported_as_lost() -> None:
     """The scheduler does not know it yet."""
     site = Site()
-    site.circuits.open(site.member, ConnectionBroken("nothing listens"))
-    assert site.member.state is EngineState.LOST and site.member.last_fault == "nothing listens"
-    site.circuits.report(site.member)
+    site.circuits.open(site.server, ConnectionBroken("nothing listens"))
+    assert site.server.state is EngineState.LOST and site.server.last_fault == "nothing listens"
+    site.circuits.report(site.server)
     assert site.events == []
 
 
@@ -73,7 +73,7 @@ async def test_a_loss_wakes_those_who_wait_for_a_change() -> None:
     site = Site()
 
     async def is_lost() -> None:
-        site.circuits.open(site.member, ConnectionBroken("gone"))
+        site.circuits.open(site.server, ConnectionBroken("gone"))
 
     await asyncio.wait_for(asyncio.gather(site.circuits.next_change(), is_lost()), 60)
 
@@ -83,7 +83,7 @@ def test_a_loss_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     site = Site()
     site.observed()
     for number in range(5):
-        site.circuits.open(site.member, ConnectionBroken(f"fault {number}"))
+        site.circuits.open(site.server, ConnectionBroken(f"fault {number}"))
     [record] = caplog.records
     assert (record.levelname, record.message) == ("WARNING", "engine is lost")
     assert record.__dict__["fields"] == {"engine": "10.0.0.1:8000", "fault": "fault 0"}
@@ -92,14 +92,14 @@ def test_a_loss_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
 def test_the_scheduler_gets_what_an_engine_reports() -> None:
     """Its models, slots, KV and load."""
     site = Site(tp=2)
-    site.member.models = (Model("a", 4096), Model("b", None))
+    site.server.models = (Model("a", 4096), Model("b", None))
     reported = site.observed()
     assert reported.at == 5.0 and reported.accepting
     spec = reported.spec
     assert (spec.engine_id, spec.models, spec.slots) == ("10.0.0.1:8000", frozenset({"a", "b"}), 64)
     assert (spec.kv_capacity_tokens, spec.tp, spec.profile) == (10_000, 2, None)
     assert reported.load == EngineLoad(3, 2, 5_000)
-    site.circuits.report(site.member)
+    site.circuits.report(site.server)
     assert site.events == [replace(reported, load=None)], "a change that the gateway makes is no look"
 
 
@@ -117,7 +117,7 @@ def test_configured_and_requested_values_outrank_observed_ones(
 ) -> None:
     """An engine that reports neither gets the default number of slots, and no KV limit."""
     site = Site(**engine)
-    site.member.slots = requested_slots
+    site.server.slots = requested_slots
     spec = site.observed(observation).spec
     assert (spec.slots, spec.kv_capacity_tokens) == (slots, kv_capacity_tokens)
     assert not spec.slots_are_assumed
@@ -135,7 +135,7 @@ def test_slots_that_nobody_tells_are_searched_for() -> None:
 def test_kv_offered_to_others_reduces_an_engines_capacity(offered: int, remaining: int) -> None:
     """At least one token remains, because zero would mean no limit. It is still large enough for long contexts."""
     site = Site()
-    site.member.kv_offered_tokens = offered
+    site.server.members[0].kv_offered_tokens = offered
     spec = site.observed().spec
     assert (spec.kv_capacity_tokens, spec.max_context_tokens) == (remaining, 10_000)
 
@@ -155,7 +155,7 @@ def test_the_longest_context_of_an_engine_is_that_of_its_models_and_its_kv(
 ) -> None:
     """As far as it reports them."""
     site = Site()
-    site.member.models = tuple(Model(f"model-{index}", limit) for index, limit in enumerate(limits))
+    site.server.models = tuple(Model(f"model-{index}", limit) for index, limit in enumerate(limits))
     assert site.observed(observation).spec.max_context_tokens == longest
 
 
@@ -163,5 +163,36 @@ def test_the_longest_context_of_an_engine_is_that_of_its_models_and_its_kv(
 def test_an_engine_that_gets_no_turns_is_reported_as_not_accepting(why: str) -> None:
     """Because of its operator, its weights, or while it loads."""
     site = Site()
-    setattr(site.member, why, "its weights" if why == "held" else True)
+    setattr(site.server, why, "its weights" if why == "held" else True)
     assert not site.observed().accepting
+
+
+def test_the_ranks_of_a_server_are_engines_that_come_and_go_together() -> None:
+    """Each with its own KV and load; a fault of one is their process's."""
+    site = Site()
+    site.server.resize(2)
+    first, second = site.server.members
+    first.observation, second.observation = OBSERVATION, replace(OBSERVATION, kv_capacity_tokens=20_000, num_running=9)
+    site.circuits.close(site.server)
+    site.circuits.report(site.server, is_look=True)
+    told = [(one.spec.engine_id, one.spec.kv_capacity_tokens, one.load) for one in site.events]
+    assert told == [
+        ("10.0.0.1:8000", 10_000, EngineLoad(3, 2, 5_000)),
+        ("10.0.0.1:8000@1", 20_000, EngineLoad(9, 2, 10_000)),
+    ]
+    site.events.clear()
+    site.circuits.open(site.server, ConnectionBroken("gone"))
+    assert site.events == [EngineLost(5.0, "10.0.0.1:8000"), EngineLost(5.0, "10.0.0.1:8000@1")]
+
+
+def test_another_process_has_other_engines() -> None:
+    """Also at each rank, because none of them has the KV of the one before."""
+    server = Site().server
+    server.resize(3)
+    server.become_another(keeps_weights=False)
+    assert [member.engine_id for member in server.members] == [
+        "10.0.0.1:8000~2",
+        "10.0.0.1:8000~2@1",
+        "10.0.0.1:8000~2@2",
+    ]
+    assert [member.rank for member in server.resize(1)] == [1, 2]

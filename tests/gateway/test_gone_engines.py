@@ -2,10 +2,10 @@
 
 import orjson
 
-from engines.http import HttpClient
+from engines.http import HttpLimits
 from gateway.engine_settings import EngineSettings
 from gateway.fleet.known_processes import KnownProcesses
-from gateway.fleet.member import Member
+from gateway.fleet.server import Server
 from store import StoreSettings, open_store
 
 
@@ -40,7 +40,7 @@ def test_an_engine_that_nobody_told_of_after_a_restart_keeps_its_id() -> None:
     assert processes.present() == set(urls)
 
 
-def engine_at(number: int) -> Member:
+def engine_at(number: int) -> Server:
     """An engine at an address of its own."""
     url = f"http://10.0.{number // 250}.{number % 250}:8000"
-    return Member(EngineSettings(url=url), HttpClient(url), None, url.removeprefix("http://"), "run")
+    return Server(EngineSettings(url=url), HttpLimits(), None, "run")
