@@ -28,6 +28,7 @@ class LocalVllm:
     Args:
         port: 0 takes a free one.
         max_num_seqs: slots: turns that run at once.
+        dp: data-parallel ranks. Slots and KV are those of each.
         num_kv_blocks: KV capacity in blocks of 32 tokens; the default holds 8 full contexts.
         kv_transfer: whether it offers its KV to others, and fetches theirs, over NIXL.
         kv_tier: folder in which it shares its KV with others.
@@ -41,6 +42,7 @@ class LocalVllm:
     max_num_seqs: int = 4
     max_model_len: int = 8192
     tp: int = 1
+    dp: int = 1
     num_kv_blocks: int = 2048
     kv_transfer: bool = False
     kv_tier: Path | None = None
@@ -57,6 +59,7 @@ class LocalVllm:
             *("--model", str(self.model_dir.absolute()), "--served-model-name", self.served_model_name),
             *("--max-model-len", str(self.max_model_len), "--max-num-seqs", str(self.max_num_seqs)),
             *("--tensor-parallel-size", str(self.tp), "--num-gpu-blocks-override", str(self.num_kv_blocks)),
+            *(("--data-parallel-size", str(self.dp)) if self.dp > 1 else ()),
             *("--block-size", "32"),  # The CPU's default of 128 would make the prefix cache coarse.
             *("--dtype", "float32", "--enforce-eager"),
             *("--scheduling-policy", "priority", "--enable-prompt-tokens-details", "--enable-scale-out"),
@@ -76,8 +79,9 @@ class LocalVllm:
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # Binding needs a NUMA node per shard.
             "OMP_NUM_THREADS": "1",
             # Without this an engine of TP 1 runs its worker in a separate process, which takes 18 s of CPU time to
-            # start and keeps a core busy for a second after each step. TP 2 has two workers either way.
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            # start and keeps a core busy for a second after each step. TP 2 has two workers either way, and ranks need
+            # processes of their own.
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if self.dp == 1 else "1",
             # A server's further processes inherit the first one's imports (see deploy/install-vllm-cpu.sh).
             "VLLM_WORKER_MULTIPROC_METHOD": "fork",
             # Without this the first request with log-probabilities compiles for 19 s while everything waits.

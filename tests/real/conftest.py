@@ -25,6 +25,7 @@ SERVERS: dict[str, Callable[[LocalVllm, Path, Path], list[LocalVllm]]] = {
     "nixl_engines": lambda spec, _, __: [replace(spec, kv_transfer=True)] * 2,
     "tier_engines": lambda spec, _, folder: [replace(spec, kv_tier=folder, tp=tp) for tp in (1, 2)],
     "new_engine": lambda spec, new_weights, _: [replace(spec, model_dir=new_weights)],
+    "ranked_server": lambda spec, _, __: [replace(spec, dp=2)],
     "doomed_engine": lambda spec, _, __: [replace(spec, max_num_seqs=16)],
     # A prompt that is prefilled in parts ends vLLM 0.32 on a CPU if its request has a seed.
     "training_engines": lambda spec, _, __: (
@@ -109,6 +110,12 @@ async def tier_engines(servers: Servers) -> list[LocalEngine]:
 async def new_engine(servers: Servers) -> LocalEngine:
     """An engine that was started with the new weights."""
     return (await started(servers, "new_engine"))[0]
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def ranked_server(servers: Servers) -> LocalEngine:
+    """A server of two data-parallel ranks, of 4 slots each."""
+    return (await started(servers, "ranked_server"))[0]
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
