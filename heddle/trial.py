@@ -128,6 +128,11 @@ async def _run(parsed: argparse.Namespace, policies: Sequence[str], console: Con
     profile = await _profile_of(parsed, console)
     named = parsed.profile or f"{parsed.out}:{profile.name}"
     workloads = {seed: _drawn(parsed, seed, profile) for seed in parsed.seed or [1]}
+    for url in engines:
+        if await profiling.num_engines(url) > 1:
+            raise ValueError(
+                f"{url} has data-parallel ranks, whose shared front end is not simulated: start servers without"
+            )
     probe = await _played(PROBE, "heddle", engines, named, parsed.work_dir, console)
     together = crowd(profile)
     crowded = await _played(together, "round-robin", engines[:1], named, parsed.work_dir, console)

@@ -239,7 +239,9 @@ class Scheduler:
             turn.broken.add(engine.spec.engine_id)
         if wants_retry and not (is_aborted or kills) and turn.num_faults < self.limits.max_attempts:
             pause_s = max(event.retry_after_s or self.limits.retry_pause_s, TICK_S if is_busy else 0.0)
-            turn.avoided[self._queues.engine_of[turn].spec.engine_id] = self._at + pause_s
+            failed = self._queues.engine_of[turn]
+            for one in (failed,) if is_busy else (failed, *self._beside(failed)):
+                turn.avoided[one.spec.engine_id] = self._at + pause_s
             # A busy engine did no work for the turn, so its wait counts from the start: the queue timeout still ends
             # it.
             self._wait_again(turn, turn.queued_at if is_busy else self._at, actions)
@@ -339,6 +341,8 @@ class Scheduler:
         if engine is None:
             return
         engine.accepting = False
+        for other in self._beside(engine):  # until it is lost, too, or reported
+            other.accepting = False
         for trajectory_id in list(engine.claims):
             engine.release(trajectory_id)
         for trajectory in self.trajectories.values():
@@ -347,6 +351,15 @@ class Scheduler:
                 actions.append(Save(trajectory.record()))
         actions.extend(Abort(turn.turn_id, turn.leg, Fault.ENGINE) for turn in engine.running.values())
         self._dispatcher.route_anew(engine, actions)
+
+    def _beside(self, engine: Engine) -> list[Engine]:
+        """The other engines of its server: what it lacks, they lack."""
+        server_id = engine.spec.server_id
+        return [
+            other
+            for other in (self.engines.values() if server_id else ())
+            if other.spec.server_id == server_id and other is not engine
+        ]
 
     def _model_gone(self, model: str, actions: list[Action]) -> None:
         for turn in list(self._turns.values()):

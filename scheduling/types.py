@@ -68,6 +68,7 @@ class EngineSpec:
         profile: its timing; None if it was not measured.
         max_context_tokens: of the longest context that it can ever hold; 0: as many as its KV.
         slots_are_assumed: nobody said how many turns it runs at once, so that is searched for (slot_search.py).
+        server_id: the same for all engines of one process, which fail together; "" if it has this one only.
     """
 
     engine_id: str
@@ -78,6 +79,7 @@ class EngineSpec:
     profile: EngineProfile | None = None
     max_context_tokens: int = 0
     slots_are_assumed: bool = False
+    server_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,6 +97,7 @@ class Circuits:
                 filter(None, (capacity, *(model.max_context_tokens for model in server.models))), default=0
             ),
             slots_are_assumed=slots is None,
+            server_id=server.server_id if member.rank is not None else "",
         )
         used_tokens = int(seen.kv_used_share * capacity)
         load = EngineLoad(seen.num_running, seen.num_waiting, used_tokens) if is_look else None

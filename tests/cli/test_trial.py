@@ -152,6 +152,14 @@ async def test_what_cannot_be_played_is_one_line(
     assert problem in error and error.count("\n") == 1
 
 
+async def test_a_server_with_ranks_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One engine would be simulated in place of two."""
+    async with recorded_engine(engine(data_parallel_size=2)) as recorded:
+        assert await run(parse(tmp_path, recorded.url, "--profile", "toy-cpu-tp1")) == 2
+    error = capsys.readouterr().err
+    assert "has data-parallel ranks" in error and error.count("\n") == 1
+
+
 def test_a_rollout_with_failed_turns_is_compared_with_nothing() -> None:
     """Its makespan lacks what failed. Nor is another compared with it; the simulations played all turns."""
 

@@ -90,8 +90,9 @@ class Fleet:
         accepting: bool = True,
         models: tuple[str, ...] = (MODEL,),
         profile: EngineProfile | None = None,
+        server: str = "",
     ) -> list[Action]:
-        spec = EngineSpec(engine_id, frozenset(models), slots, kv, profile=profile)
+        spec = EngineSpec(engine_id, frozenset(models), slots, kv, profile=profile, server_id=server)
         return self.handle(EngineReported(self.at, spec, accepting=accepting))
 
     def lose(self, engine_id: str) -> list[Action]:

@@ -77,6 +77,8 @@ EAGER = replace(load_profile("toy-cpu-tp1"), prefill_step_ms=900.0)
 FAR = replace(load_profile("toy-cpu-tp1"), request_ms=2_000.0)
 """Legs are sent there ahead, once enough have begun."""
 ENGINES = ["A", "B", "C"]
+SERVERS = {"B": "S", "C": "S"}
+"""Those that are ranks of one."""
 TRAJECTORIES = ["t0", "t1", "t2", "t3", "t4", "t5", "t6"]
 MODELS = ["x", "y"]
 
@@ -239,7 +241,13 @@ class AnyOrder(RuleBasedStateMachine):
         load: EngineLoad | None,
     ) -> None:
         self.engines[engine_id] = EngineSpec(
-            engine_id, frozenset(models), slots, kv, profile=profile, slots_are_assumed=is_assumed
+            engine_id,
+            frozenset(models),
+            slots,
+            kv,
+            profile=profile,
+            slots_are_assumed=is_assumed,
+            server_id=SERVERS.get(engine_id, ""),
         )
         (self.cordoned.discard if accepting else self.cordoned.add)(engine_id)
         self.handle(EngineReported(self.at, self.engines[engine_id], load, accepting))
@@ -258,6 +266,8 @@ class AnyOrder(RuleBasedStateMachine):
     def lose(self, engine_id: str) -> None:
         legs = {(d.turn_id, d.leg) for d in self.running.values() if d.engine_id == engine_id}
         known = self.engines.pop(engine_id, None)
+        if known is not None and known.server_id:
+            self.cordoned |= {other for other, spec in self.engines.items() if spec.server_id == known.server_id}
         actions = self.handle(EngineLost(self.at, engine_id))
         aborts = {(a.turn_id, a.leg) for a in actions if isinstance(a, Abort)}
         assert aborts <= legs and (known is None or {turn for turn, _ in legs} >= {turn for turn, _ in aborts})

@@ -183,6 +183,41 @@ def test_a_failed_turn_goes_to_another_engine() -> None:
     assert fleet.claims("A") == {}
 
 
+def test_a_turn_that_an_engine_failed_avoids_its_whole_server() -> None:
+    """Its process may be dying, and then three of its ranks would use up the turn's attempts. A busy one does not."""
+    fleet = Fleet(limits=Limits(retry_pause_s=2))
+    for engine_id, server in (("A", "S"), ("A@1", "S"), ("A@2", "S"), ("B", "")):
+        fleet.engine(engine_id, server=server)
+    fleet.arrive("busy")
+    assert fleet.sent(fleet.fail("busy", fault=Fault.BUSY)) == [("busy", "A@1")]
+    assert fleet.sent(fleet.fail("busy", leg=2)) == [("busy", "B")]
+    fleet.arrive("a")
+    assert fleet.fail("a") == [], "it waits beside two empty ranks"
+    assert fleet.sent(fleet.tick(2.0)) == [("a", "A")]
+
+
+def test_nothing_goes_to_the_ranks_of_a_server_that_is_being_lost() -> None:
+    """They are lost one after the other: a turn would follow them, and lose an attempt to each."""
+    fleet = Fleet()
+    fleet.engine("A", server="S")
+    fleet.engine("A@1", server="S")
+    fleet.arrive("a")
+    fleet.arrive("b", trajectory_id="a")
+    assert fleet.lose("A") == [Abort("a", 1, Fault.ENGINE)]
+    assert fleet.lose("A@1") == []
+    assert fleet.sent(fleet.engine("A", server="S")) == [("b", "A")]
+
+
+def test_a_rank_that_stays_takes_turns_again_at_its_next_report() -> None:
+    """A server may have fewer ranks than before."""
+    fleet = Fleet()
+    fleet.engine("A", server="S")
+    fleet.engine("A@1", server="S")
+    fleet.lose("A@1")
+    fleet.arrive("a")
+    assert fleet.sent(fleet.engine("A", server="S")) == [("a", "A")]
+
+
 @pytest.mark.parametrize("fault", [Fault.ENGINE, Fault.BUSY])
 def test_the_only_engine_is_tried_again_after_a_pause(fault: Fault) -> None:
     """The pause gives a busy engine time and keeps a dying one from using up all attempts at once."""
