@@ -57,11 +57,12 @@ class Sglang:
         try:
             loads = orjson.loads(body)["loads"]
             loads.sort(key=lambda load: load.get("dp_rank", 0))
+            ranks = [load.get("dp_rank", 0) for load in loads]
             seen = tuple(map(_observation, loads))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ObservationError(f"/v1/loads is not as SGLang's: {error!r}") from None
-        if not seen:
-            raise ObservationError("/v1/loads lists no load")
+        if not seen or ranks != list(range(len(ranks))):
+            raise ObservationError(f"/v1/loads lists the data-parallel ranks {ranks}")
         return seen
 
     async def slots(self, http: HttpClient, timeout_s: float) -> int | None:

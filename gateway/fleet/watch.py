@@ -113,14 +113,19 @@ class Watch:
         self._circuits.report(server, is_look=True)
 
     def _match_ranks(self, server: Server, number: int) -> None:
-        """Each data-parallel rank is an engine; a server without ranks is one by itself."""
-        if number == len(server.members):
+        """Each data-parallel rank is an engine; a server without ranks is one by itself.
+
+        Raises:
+            ObservationError: it tells of fewer than a moment ago. If that lasts, it is lost, and begins anew.
+        """
+        before = len(server.members)
+        if number == before:
             return
-        gone = server.resize(number)
-        self._on_ranks()
-        self._circuits.send_away(gone)
-        for member in gone:
+        if number < before and server.state is EngineState.READY:
+            raise ObservationError(f"it tells of {number} of its {before} ranks")
+        for member in server.resize(number):
             member.http.close()
+        self._on_ranks()
 
     async def _discover(self, server: Server) -> None:
         """Ask a new process what it is."""

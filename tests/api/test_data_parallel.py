@@ -5,11 +5,15 @@ from collections import defaultdict
 from typing import Any
 
 import httpx
+import orjson
 import pytest
 
+from engines.dialect import ObservationError
+from engines.http import HttpClient
+from engines.sglang import Sglang
 from engines.upstream import RANK_HEADER
 from tests.api.conftest import GENERATE, HELLO, MODEL, Site, running_site, toy
-from tests.support.engine import Asked
+from tests.support.engine import Asked, fixed
 from tests.support.gateway import ADMIN, eventually, running_gateway
 from tests.weights.gateway_client import update
 from tests.weights.relaunched import server
@@ -164,3 +168,44 @@ async def test_a_server_that_comes_back_with_other_ranks_has_other_engines() -> 
             answers = await asyncio.gather(*turns)
             assert [answer.status_code for answer in answers] == [200] * 4
             assert {answer.headers["x-heddle-engine"] for answer in answers} == set(names)
+
+
+async def test_a_look_that_lacks_a_rank_is_no_good_look() -> None:
+    """The turns of a rank that one page left out would be sent away. If it stays away, the server is looked at anew."""
+    async with running_site(toy(data_parallel_size=2), faults_to_open=3, **QUICK) as site:
+        page = (await site.client.get(f"{site.engine.url}/metrics")).text
+        partial = "".join(line + "\n" for line in page.splitlines() if 'engine="1"' not in line)
+        seen = []
+        site.engine.scripts["/metrics"] = fixed(200, partial.encode(), b"text/plain")
+
+        async def has_one_rank() -> bool:
+            seen.append([engine["state"] for engine in await engines_of(site.client)])
+            return seen[-1] == ["ready"]
+
+        await eventually(has_one_rank)
+        assert all(states in (["ready"] * 2, ["lost"] * 2, ["lost"], ["ready"]) for states in seen)
+        assert (await site.chat()).status_code == 200
+        del site.engine.scripts["/metrics"]
+
+        async def has_both() -> bool:
+            return [engine["state"] for engine in await engines_of(site.client)] == ["ready"] * 2
+
+        await eventually(has_both)
+
+
+async def test_sglang_ranks_are_told_by_their_numbers() -> None:
+    """Loads in any order; a list that lacks one is no good look."""
+    async with running_site(toy("sglang", data_parallel_size=3)) as site:
+        loads = (await site.client.get(f"{site.engine.url}/v1/loads")).json()
+        for order, found in (([2, 0, 1], [0, 10, 20]), ([1, 2], None), ([], None)):
+            listed = [loads["loads"][rank] | {"num_running_reqs": 10 * rank} for rank in order]
+            site.engine.scripts["/v1/loads"] = fixed(200, orjson.dumps(loads | {"loads": listed}))
+            http = HttpClient(site.engine.url)
+            try:
+                if found is None:
+                    with pytest.raises(ObservationError):
+                        await Sglang().observe(http, 5.0)
+                else:
+                    assert [seen.num_running for seen in await Sglang().observe(http, 5.0)] == found
+            finally:
+                http.close()
