@@ -325,6 +325,8 @@ class Scheduler:
             self._settle_residents(engine)
         before = engine.accepting, engine.spec.models, engine.room
         engine.report(event.spec, event.accepting)
+        if not event.accepting:
+            self._close_others(engine, actions)
         if event.load is not None:
             engine.look(event.load, self._at, self.limits.sends_ahead)
         if before != (engine.accepting, engine.spec.models, engine.room):
@@ -341,8 +343,7 @@ class Scheduler:
         if engine is None:
             return
         engine.accepting = False
-        for other in self._beside(engine):  # until it is lost, too, or reported
-            other.accepting = False
+        self._close_others(engine, actions)
         for trajectory_id in list(engine.claims):
             engine.release(trajectory_id)
         for trajectory in self.trajectories.values():
@@ -352,8 +353,19 @@ class Scheduler:
         actions.extend(Abort(turn.turn_id, turn.leg, Fault.ENGINE) for turn in engine.running.values())
         self._dispatcher.route_anew(engine, actions)
 
+    def _close_others(self, engine: Engine, actions: list[Action]) -> None:
+        """The other engines of its server take no more turns either, until they are reported again.
+
+        They are told of one by one, and turns would follow them from one to the next.
+        """
+        closed = [other for other in self._beside(engine) if other.accepting]
+        for other in closed:
+            other.accepting = False
+        for other in closed:
+            self._dispatcher.route_anew(other, actions)
+
     def _beside(self, engine: Engine) -> list[Engine]:
-        """The other engines of its server: what it lacks, they lack."""
+        """The other engines of its server, if it has several."""
         server_id = engine.spec.server_id
         return [
             other

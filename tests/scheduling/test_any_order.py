@@ -250,7 +250,14 @@ class AnyOrder(RuleBasedStateMachine):
             server_id=SERVERS.get(engine_id, ""),
         )
         (self.cordoned.discard if accepting else self.cordoned.add)(engine_id)
+        if not accepting:
+            self.close_others(self.engines[engine_id])
         self.handle(EngineReported(self.at, self.engines[engine_id], load, accepting))
+
+    def close_others(self, spec: EngineSpec) -> None:
+        """The engines of one server stop taking turns together."""
+        if spec.server_id:
+            self.cordoned |= {name for name, other in self.engines.items() if other.server_id == spec.server_id}
 
     @rule(engine_id=st.sampled_from(ENGINES))
     def evacuate(self, engine_id: str) -> None:
@@ -266,8 +273,8 @@ class AnyOrder(RuleBasedStateMachine):
     def lose(self, engine_id: str) -> None:
         legs = {(d.turn_id, d.leg) for d in self.running.values() if d.engine_id == engine_id}
         known = self.engines.pop(engine_id, None)
-        if known is not None and known.server_id:
-            self.cordoned |= {other for other, spec in self.engines.items() if spec.server_id == known.server_id}
+        if known is not None:
+            self.close_others(known)
         actions = self.handle(EngineLost(self.at, engine_id))
         aborts = {(a.turn_id, a.leg) for a in actions if isinstance(a, Abort)}
         assert aborts <= legs and (known is None or {turn for turn, _ in legs} >= {turn for turn, _ in aborts})

@@ -208,6 +208,30 @@ def test_nothing_goes_to_the_ranks_of_a_server_that_is_being_lost() -> None:
     assert fleet.sent(fleet.engine("A", server="S")) == [("b", "A")]
 
 
+def test_nothing_goes_to_the_ranks_of_a_server_that_is_cordoned() -> None:
+    """Turns that wait at one go to another server, not to the rank that is cordoned next, to be paused there."""
+    fleet = Fleet()
+    for engine_id in ("A", "A@1", "A@2"):
+        fleet.engine(engine_id, server="S")
+    fleet.arrive("a")
+    fleet.arrive("b", trajectory_id="a")
+    for engine_id in ("A", "A@1", "A@2"):
+        assert fleet.engine(engine_id, server="S", accepting=False) == []
+    assert fleet.sent(fleet.engine("B")) == [("b", "B")]
+
+
+def test_turns_wait_at_no_rank_whose_server_is_closed() -> None:
+    """Not at one that was not told of itself either."""
+    fleet = Fleet()
+    fleet.engine("A", server="S")
+    fleet.engine("A@1", server="S")
+    for turn in ("a", "b"):
+        fleet.arrive(turn)
+    fleet.arrive("b2", trajectory_id="b")
+    fleet.engine("A", server="S", accepting=False)
+    assert fleet.sent(fleet.engine("B")) == [("b2", "B")]
+
+
 def test_a_rank_that_stays_takes_turns_again_at_its_next_report() -> None:
     """A server may have fewer ranks than before."""
     fleet = Fleet()
