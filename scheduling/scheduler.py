@@ -325,12 +325,13 @@ class Scheduler:
             self._settle_residents(engine)
         before = engine.accepting, engine.spec.models, engine.room
         engine.report(event.spec, event.accepting)
-        if not event.accepting:
-            self._close_others(engine, actions)
+        closed = [] if event.accepting else self._close_others(engine)
         if event.load is not None:
             engine.look(event.load, self._at, self.limits.sends_ahead)
         if before != (engine.accepting, engine.spec.models, engine.room):
             self._dispatcher.route_anew(engine, actions)
+        for other in closed:
+            self._dispatcher.route_anew(other, actions)
         self._dispatcher.fill(engine, actions)
 
     def _engine_leaving(self, engine_id: str, actions: list[Action]) -> None:
@@ -343,7 +344,7 @@ class Scheduler:
         if engine is None:
             return
         engine.accepting = False
-        self._close_others(engine, actions)
+        closed = self._close_others(engine)
         for trajectory_id in list(engine.claims):
             engine.release(trajectory_id)
         for trajectory in self.trajectories.values():
@@ -351,18 +352,19 @@ class Scheduler:
                 trajectory.home = None
                 actions.append(Save(trajectory.record()))
         actions.extend(Abort(turn.turn_id, turn.leg, Fault.ENGINE) for turn in engine.running.values())
-        self._dispatcher.route_anew(engine, actions)
+        for one in (engine, *closed):  # the lost one first: nothing may be reserved there any more
+            self._dispatcher.route_anew(one, actions)
 
-    def _close_others(self, engine: Engine, actions: list[Action]) -> None:
-        """The other engines of its server take no more turns either, until they are reported again.
+    def _close_others(self, engine: Engine) -> list[Engine]:
+        """The other engines of its server take no more turns either, until they are reported again. They are told of
+        one by one, and turns would follow them from one to the next.
 
-        They are told of one by one, and turns would follow them from one to the next.
+        Returns: those that took turns until now, whose turns are to be routed anew.
         """
         closed = [other for other in self._beside(engine) if other.accepting]
         for other in closed:
             other.accepting = False
-        for other in closed:
-            self._dispatcher.route_anew(other, actions)
+        return closed
 
     def _beside(self, engine: Engine) -> list[Engine]:
         """The other engines of its server, if it has several."""

@@ -208,6 +208,18 @@ def test_nothing_goes_to_the_ranks_of_a_server_that_is_being_lost() -> None:
     assert fleet.sent(fleet.engine("A", server="S")) == [("b", "A")]
 
 
+def test_a_turn_for_which_a_lost_rank_was_kept_free_waits_for_another() -> None:
+    """It was routed past the other ranks first, and then the lost one was to be filled."""
+    fleet = Fleet()
+    fleet.engine("A", slots=2, kv=100, models=("large", "small"), server="S")
+    fleet.engine("A@1", kv=100, models=("small",), server="S")
+    fleet.arrive("a", model="small", prompt=1)
+    fleet.arrive("b", model="large", prompt=101)
+    assert fleet.lose("A") == [Abort("a", 1, Fault.ENGINE)]
+    assert fleet.lose("A@1") == []
+    assert fleet.sent(fleet.engine("B", kv=100, models=("large",))) == [("b", "B")]
+
+
 def test_nothing_goes_to_the_ranks_of_a_server_that_is_cordoned() -> None:
     """Turns that wait at one go to another server, not to the rank that is cordoned next, to be paused there."""
     fleet = Fleet()
