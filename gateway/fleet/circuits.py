@@ -11,7 +11,7 @@ good look (`watch.py`).
 """
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from engines.dialect import Asleep, Observation, ObservationError
 from engines.http import EngineUnreachable, NothingListens, ResponseTimeout
@@ -62,13 +62,13 @@ class Circuits:
         if server.state is not EngineState.LOST:
             LOGGER.warning("engine is lost", extra={"fields": {"engine": server.server_id, "fault": str(fault)}})
         if server.state is EngineState.READY:
-            self.send_away(server.members)
+            self.send_away(server)
         server.state = EngineState.LOST
         self.changed()
 
-    def send_away(self, members: Iterable[Member]) -> None:
-        """Have the turns of engines continue elsewhere."""
-        for member in members:
+    def send_away(self, server: Server) -> None:
+        """Have a server's turns continue elsewhere."""
+        for member in server.members:
             self._post(EngineLost(self._clock(), member.engine_id))
 
     def report(self, server: Server, *, is_look: bool = False) -> None:

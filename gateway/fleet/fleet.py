@@ -113,7 +113,7 @@ class Fleet:
         self._gather()
         self._gather_models()
         self._known.left(server)
-        self._circuits.send_away(server.members)
+        self._circuits.send_away(server)
         await self._close(server)
 
     def cordon(self, engine_id: str, is_cordoned: bool) -> Server:
@@ -204,7 +204,7 @@ class Fleet:
             fields = {"engine": server.server_id, "reason": held}
             LOGGER.warning("engine is held", extra={"fields": fields})
         if is_in_doubt:
-            self._circuits.send_away(server.members)
+            self._circuits.send_away(server)
         self._circuits.report(server)
         self._circuits.came()
         server.recheck.set()

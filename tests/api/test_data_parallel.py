@@ -8,13 +8,14 @@ import httpx
 import orjson
 import pytest
 
+from controller.gateway_client import GatewayClient
 from engines.dialect import ObservationError
 from engines.http import HttpClient
 from engines.sglang import Sglang
 from engines.upstream import RANK_HEADER
 from tests.api.conftest import GENERATE, HELLO, MODEL, Site, running_site, toy
 from tests.support.engine import Asked, fixed
-from tests.support.gateway import ADMIN, eventually, running_gateway
+from tests.support.gateway import ADMIN, ADMIN_KEY, eventually, running_gateway
 from tests.weights.gateway_client import update
 from tests.weights.relaunched import server
 
@@ -135,6 +136,42 @@ async def test_a_server_gets_new_weights_once(kind: str) -> None:
             versions = [engine["weight_version"] for engine in await engines_of(site.client)]
             assert versions == [f"v{number}"] * 2
         assert len({(await site.chat(f"/t/{name}/v1/chat/completions")).status_code for name in "abcd"}) == 1
+
+
+async def test_fields_of_two_ranks_of_one_server_are_refused() -> None:
+    """A transfer goes to their server once, and would have the fields of one of them."""
+    async with running_site(toy(data_parallel_size=2)) as site:
+        first, second = [engine["id"] for engine in await engines_of(site.client)]
+        order = {"transfer": {"update_info": {}}, "transfer_of": {first: {"rank": 1}, second: {"rank": 2}}}
+        answer = await update(site.client, "v1", **order)
+        assert answer.status_code == 400 and "ranks of one server" in answer.text
+        assert {engine["weight_version"] for engine in await engines_of(site.client)} == {"default"}
+
+
+async def test_a_controller_sees_one_server_with_the_turns_of_all_its_ranks() -> None:
+    """It ends a server once nothing runs there, not once nothing runs at one of its ranks."""
+    long = {"model": MODEL, "messages": HELLO, "max_tokens": 8000, "ignore_eos": True}
+    async with running_site(toy(data_parallel_size=2), **QUICK) as site:
+        gateway = GatewayClient(site.url, ADMIN_KEY)
+        turns = [
+            asyncio.create_task(site.client.post(f"/t/{name}/v1/chat/completions", json=long)) for name in ("a", "b")
+        ]
+        try:
+
+            async def both_run() -> bool:
+                [one] = await gateway.engines()
+                return one.num_turns == 2
+
+            await eventually(both_run)
+            [one] = await gateway.engines()
+            assert (one.url, one.is_ready) == (site.engine.url, True)
+            await gateway.remove(one.engine_id)
+            assert await gateway.engines() == []
+        finally:
+            gateway.close()
+            for turn in turns:
+                turn.cancel()
+            await asyncio.gather(*turns, return_exceptions=True)
 
 
 async def test_a_server_that_comes_back_with_other_ranks_has_other_engines() -> None:
