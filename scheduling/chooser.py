@@ -52,10 +52,13 @@ class Chooser:
 
     def engine_to_enter(self, turn: Turn, candidates: Sequence[Engine], at: float) -> Engine:
         """The engine that a trajectory enters: its home if that is a candidate, because some of its KV may be left
-        there."""
+        there. Else one with a free slot, if there is any: sent ahead to another one, the turn would wait beside it.
+        """
         home = self._engines.get(turn.trajectory.home or "")
         if self._policy.is_sticky and home is not None and home in candidates:
             return home
+        if self._policy.holds_turns and not self._policy.assigns:
+            candidates = [engine for engine in candidates if engine.has_free_slot] or candidates
         chosen = self._policy.place(self._facts(turn, at), [engine.facts(at) for engine in candidates])
         return self._engines[chosen.engine_id]
 

@@ -99,7 +99,13 @@ class Engine:
 
     @property
     def has_slot(self) -> bool:
+        """Whether it may get one more leg."""
         return len(self.running) < self.num_slots
+
+    @property
+    def has_free_slot(self) -> bool:
+        """Whether one more leg would run at once, as far as is known."""
+        return len(self.running) < self.slots
 
     @property
     def refill_s(self) -> float:

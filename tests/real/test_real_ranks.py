@@ -52,7 +52,10 @@ async def test_a_trajectory_stays_at_the_rank_that_has_its_context(ranked_server
 async def test_all_ranks_take_new_weights_at_once(
     ranked_server: LocalEngine, tiny_model: Path, new_weights: Path
 ) -> None:
-    """One call to the server loads them for both, and afterwards both answer alike, and otherwise than before."""
+    """One call to the server loads them for both, and afterwards both answer alike, and otherwise than before.
+
+    Eight turns at once fill both, whichever has more to do: nothing is sent ahead beside a free slot.
+    """
     async with (
         running_gateway(ranked_server.url, **PATIENT) as gateway,
         httpx.AsyncClient(base_url=gateway.url, timeout=300) as client,
@@ -62,10 +65,9 @@ async def test_all_ranks_take_new_weights_at_once(
             order = {"version": version, "path": str(path)}
             told = (await client.post("/v1/weights", json=order, headers=ADMIN)).json()
             assert told["status"] == "done" and len(told["engines"]) == 1, told
-            answers = await asyncio.gather(*(said_at(client, f"{version}-{number}") for number in range(4)))
-            assert {engine for engine, _ in answers} == {
-                engine["id"] for engine in (await client.get("/v1/engines")).json()["data"]
-            }
+            answers = await asyncio.gather(*(said_at(client, f"{version}-{number}") for number in range(8)))
+            engines = (await client.get("/v1/engines")).json()["data"]
+            assert Counter(engine for engine, _ in answers) == {engine["id"]: 4 for engine in engines}
             [text] = {text for _, text in answers}
             texts.append(text)
         assert texts[0] != texts[1]
@@ -73,7 +75,7 @@ async def test_all_ranks_take_new_weights_at_once(
 
 async def said_at(client: httpx.AsyncClient, name: str) -> tuple[str, str]:
     """The engine and the text of a greedy answer to a question that is always the same."""
-    body = {"model": "tiny", "prompt": "What is a reed?", "max_tokens": 400, "temperature": 0, "ignore_eos": True}
+    body = {"model": "tiny", "prompt": "What is a reed?", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
     answer = await client.post(f"/t/{name}/v1/completions", json=body)
     assert answer.status_code == 200, answer.text
     return answer.headers["x-heddle-engine"], answer.json()["choices"][0]["text"]

@@ -13,7 +13,7 @@ from scheduling.cost import EngineProfile
 from scheduling.limits import Limits
 from scheduling.policy import HEDDLE
 from scheduling.transit import Transit
-from scheduling.types import EngineLoad, EngineReported
+from scheduling.types import Action, Dispatch, EngineLoad, EngineReported
 from simulator.conditions import Conditions
 from tests.scheduling.fleet import Fleet
 from workloads.laws import draw, law_named
@@ -164,3 +164,25 @@ def test_short_turns_take_no_longer_than_in_an_engines_own_queue(request_ms: flo
         )
 
     assert mean_s("heddle") < 1.02 * mean_s("round-robin")
+
+
+def dispatched_to(actions: list[Action]) -> str:
+    [action] = actions
+    assert isinstance(action, Dispatch)
+    return action.engine_id
+
+
+def test_nothing_is_sent_ahead_beside_a_free_slot() -> None:
+    """A trajectory without a home takes a free slot even where more work is left; without one, the lesser work."""
+    fleet = fleet_of()
+    assert play(fleet, num_on_way=1) == 4 + 3
+    a = fleet.scheduler.engines["A"]
+    while fleet.scheduler.num_waiting or len(a.running) > 4:
+        fleet.finish(next(iter(a.running)), prompt=100, output=10)
+    fleet.engine("B", slots=2, kv=1_000_000)
+    for number in range(2):
+        # A, with much less work from the second one on, has room for three legs ahead.
+        assert dispatched_to(fleet.arrive(f"long{number}", prompt=100, predicted=1_000_000)) == "B"
+    assert dispatched_to(fleet.arrive("first", prompt=100)) == "A"
+    fleet.finish("long0", prompt=100, output=10)
+    assert dispatched_to(fleet.arrive("second", prompt=100)) == "B"
