@@ -147,10 +147,11 @@ async def test_a_repeated_request_joins_the_running_turn(
 ) -> None:
     """Both clients get the same whole answer, and the engine generates it once."""
     has_id = sign == "its own id"
-    user = {} if has_id else {"metadata": {"user_id": "alice"}, "user": "alice"}
     async with serve_engine(SimulatedEngineSettings(speed_up=2)) as engine, running_gateway(engine) as gateway:
 
         async def play(number: int) -> bool:
+            name = f"alice-{number}"  # another trajectory in each round
+            user = {} if has_id else {"metadata": {"user_id": name}, "user": name}
             first_headers = {"x-trajectory-id": f"mine-{number}"} if has_id else {}
             if sign == "its idempotency key":
                 first_headers = {"idempotency-key": f"key-{number}"}
