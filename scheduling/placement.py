@@ -5,7 +5,7 @@ Engines are compared by the additive cost of estimate.py.
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import exp, hypot
+from math import exp, hypot, inf
 from typing import Protocol
 
 from scheduling.cost import EngineProfile
@@ -57,6 +57,9 @@ LARGEST_LATENESS = 0.5
 ROUNDING = 1e-9
 
 UNKNOWN_S = -1.0
+
+GOLDEN_RATIO_32 = 0x9E3779B1
+"""2**32 divided by the golden ratio."""
 
 
 @dataclass(slots=True)
@@ -139,6 +142,7 @@ def least_estimated_finish(turn: TurnFacts, engines: Sequence[EngineFacts]) -> E
     """The engine that would finish soonest with this trajectory on it; of equals, the one with fewer turns.
 
     Waiting prefills count. An engine that has the turn's prompt in its cache may finish later, by `prompt_worth_s`.
+    Of engines that are equal in all that, any one, by `_any_of`.
     """
     remaining, context, p90 = turn.share()
     finishes_s = [
@@ -149,11 +153,25 @@ def least_estimated_finish(turn: TurnFacts, engines: Sequence[EngineFacts]) -> E
     most_s = LARGEST_LATENESS * min(finishes_s)
     num_delayed = min([MOST_DELAYED, *(engine.num_trajectories for engine in engines)])
 
-    def rank(index: int) -> tuple[float, int]:
-        engine = engines[index]
-        return finishes_s[index] - min(prompt_worth_s(turn, engine, num_delayed), most_s), engine.num_turns
+    best: list[EngineFacts] = []
+    least = inf, 0
+    for engine, finish_s in zip(engines, finishes_s, strict=True):
+        rank = finish_s - min(prompt_worth_s(turn, engine, num_delayed), most_s), engine.num_turns
+        if rank < least:
+            best, least = [engine], rank
+        elif rank == least:
+            best.append(engine)
+    return _any_of(best, turn.trajectory_ordinal)
 
-    return engines[min(range(len(engines)), key=rank)]
+
+def _any_of(engines: Sequence[EngineFacts], ordinal: int) -> EngineFacts:
+    """One of equal engines, by Fibonacci hashing (Knuth, The Art of Computer Programming, 6.4).
+
+    Always the first one is no choice: trajectories are then dealt in turns, and if every fourth is long, one of four
+    engines has all of those. Multiples of the golden ratio spread every such pattern evenly, which a random choice does
+    only on average.
+    """
+    return engines[(ordinal * GOLDEN_RATIO_32 % 2**32) * len(engines) >> 32]
 
 
 def prompt_worth_s(turn: TurnFacts, engine: EngineFacts, num_delayed: int) -> float:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from math import exp, hypot, isclose
+from math import ceil, exp, hypot, isclose
 
 import pytest
 from hypothesis import assume, event, example, given, settings
@@ -24,6 +24,7 @@ from scheduling.placement import (
     lower_the_latest,
     prompt_worth_s,
 )
+from scheduling.policy import HEDDLE
 from scheduling.types import Prediction
 from tests.scheduling.fleet import Fleet
 from tests.scheduling.plans import plus
@@ -122,6 +123,23 @@ def test_ties_go_to_the_engine_with_fewer_turns() -> None:
     """Estimates do not include queues."""
     busy, free = replace(facts("A"), num_turns=3), replace(facts("B"), num_turns=2)
     assert least_estimated_finish(turn_of(100.0), [busy, free]) is free
+
+
+@pytest.mark.parametrize("num_engines", [2, 4, 8])
+@pytest.mark.parametrize("period", [2, 4, 8, 16, 20])
+def test_every_nth_trajectory_does_not_go_to_the_same_engine(num_engines: int, period: int) -> None:
+    """Nobody knows that these are the long ones. Equal trajectories are dealt evenly, and these nearly so; in turns,
+    one of four engines had each fourth."""
+    fleet = Fleet(HEDDLE)
+    names = [f"E{number}" for number in range(num_engines)]
+    for name in names:
+        fleet.engine(name, slots=1_000, kv=10_000_000)
+    for number in range(320):
+        fleet.arrive(f"t{number}")
+    homes = [fleet.home(f"t{number}") for number in range(320)]
+    assert max(homes.count(name) for name in names) == 320 // num_engines
+    most = max(homes[::period].count(name) for name in names)
+    assert most <= 2 * ceil(320 / period / num_engines)
 
 
 @pytest.mark.parametrize("is_limit", [False, True])
