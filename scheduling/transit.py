@@ -14,7 +14,7 @@ the engine makes it too short.
 
 from math import ceil, sqrt
 
-# An engine without a profile is taken to have legs for so long on their way: vLLM on a CPU, and on an H200.
+# How long a leg is on its way to an engine without a profile. Measured: 3 to 6 ms with vLLM on a CPU, 10 on an H200.
 UNKNOWN_LEG_S = 0.005
 # Legs ahead wherever a leg takes time. At 1, rollouts of short turns end as late as at 0; at 4 as soon as at 2.
 LEAST_AHEAD = 2
