@@ -152,7 +152,9 @@ class LocalLauncher:
 
     def _prune(self, fleet_id: str) -> None:
         look, folders = self._sessions.look(), self._folders(fleet_id)
-        stopped = [folder for folder in folders if (folder / "stop").exists() and not _lives(folder, look)]
+        stopped = [
+            folder for folder in folders if (folder / "stop").exists() and not _lives(_read_process(folder), look)
+        ]
         for folder in stopped[:-MAX_STOPPED_KEPT]:
             hidden = folder.with_name(f".{folder.name}")  # atomically: no reader sees half of it
             folder.rename(hidden)
@@ -194,9 +196,10 @@ def _filled(environment: Mapping[str, str]) -> dict[str, str]:
 def _server(folder: Path, look: Look) -> Server:
     written = _loaded(folder / "server.json")
     spec = loaded_spec(written["spec"])
-    if _lives(folder, look):
+    process = _read_process(folder)  # once: a guard that begins may write it at any moment
+    if _lives(process, look):
         state, cause = ServerState.RUNNING, ""
-    elif (folder / "process.json").exists():
+    elif process:
         state, cause = ServerState.EXITED, _exit_cause(folder)
     elif (folder / "stop").exists():
         state, cause = ServerState.EXITED, "stopped before it began"
@@ -232,9 +235,8 @@ def _is_guarded(folder: Path) -> bool:
     return False
 
 
-def _lives(folder: Path, look: Look) -> bool:
-    """Whether the guard or anything in its session is alive."""
-    process = _read_process(folder)
+def _lives(process: Mapping[str, Any], look: Look) -> bool:
+    """Whether a server's guard or anything in its session is alive."""
     if not process or process["boot"] != local_guard.boot_id():
         return False
     if local_guard.started(process["pid"]) == process["started"]:

@@ -6,6 +6,7 @@ import os
 import resource
 import signal
 import sys
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -182,6 +183,27 @@ async def test_a_damaged_record_is_named(name: str, site: Site, tmp_path: Path) 
         await site.launcher.find(site.fleet_id)
     record.write_text(written)
     assert len(await site.launcher.find(site.fleet_id)) == 1
+
+
+async def test_a_server_whose_guard_just_began_has_not_ended(site: Site, tmp_path: Path) -> None:
+    """Its record was missed and then found, and it counted as killed: it was stopped, and another one launched."""
+    spec = site.spec(SERVE)
+    await site.launcher.launch(spec)
+    record = tmp_path / site.fleet_id / spec.server_id / "process.json"
+    is_over = threading.Event()
+
+    def come_and_go() -> None:
+        while not is_over.is_set():
+            record.rename(record.with_name("hidden"))
+            record.with_name("hidden").rename(record)
+
+    renaming = asyncio.create_task(asyncio.to_thread(come_and_go))
+    try:
+        states = {server.state for _ in range(1_000) for server in await site.launcher.find(site.fleet_id)}
+    finally:
+        is_over.set()
+        await renaming
+    assert states == {ServerState.STARTING, ServerState.RUNNING}
 
 
 # Ends once it is told to, and leaves a worker.
