@@ -18,7 +18,7 @@ from scheduling.slot_search import SlotSearch
 from scheduling.slowness import LEARNS_EVERY_S, Slowness
 from scheduling.state import Queue, Trajectory, Turn
 from scheduling.tool_calls import ToolCalls
-from scheduling.transit import UNKNOWN_LEG_S, Transit
+from scheduling.transit import Transit
 from scheduling.types import EngineLoad, EngineSpec
 
 # After a trajectory left an engine, its longest remaining output is looked up again at most this often: a scan of its
@@ -310,4 +310,4 @@ class Engine:
 
 def _request_s(spec: EngineSpec) -> float:
     """How long a request is on its way, as its profile says."""
-    return spec.profile.request_ms / 1000 if spec.profile else UNKNOWN_LEG_S
+    return spec.profile.request_ms / 1000 if spec.profile else 0.0

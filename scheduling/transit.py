@@ -3,8 +3,8 @@
 If a leg is only sent once another has ended, the slot is empty while it is on its way, and where turns are short that
 is much of the time. So some are sent *ahead*, and wait in the engine: as many as end meanwhile. They end at random, so
 two standard deviations of a Poisson count are added: a leg too many waits where it will run anyway, a leg too few
-leaves a slot empty. And never fewer than two: a rollout begins before anything is known of it, and turns often end in
-one step.
+leaves a slot empty. A rollout begins before anything is known of it, so if a profile says that a leg takes time, two
+are always ahead.
 
 How long it is on its way is learned. An engine tells every second how many requests it has. The scheduler has sent
 more: the others are in a connection, a chat template, a tokenizer, a busy event loop, or on their way back. Their mean
@@ -14,9 +14,8 @@ the engine makes it too short.
 
 from math import ceil, sqrt
 
-# How long a leg is on its way to an engine without a profile. Measured: 3 to 6 ms with vLLM on a CPU, 10 on an H200.
-UNKNOWN_LEG_S = 0.005
-# Legs ahead wherever a leg takes time. At 1, rollouts of short turns end as late as at 0; at 4 as soon as at 2.
+# Legs that are always ahead, if a profile says that a leg takes time. At 1, rollouts of short turns end as late as at 0;
+# at 4 as soon as at 2.
 LEAST_AHEAD = 2
 # The weight of what was assumed before the first look: that of so many legs.
 PRIOR_LEGS = 10.0
@@ -83,7 +82,6 @@ class Transit:
 
     def num_ahead(self, slots: int) -> int:
         """Legs that may be sent before a slot is free; at most as many as there are slots."""
-        if self.leg_s <= 0.0:
-            return 0
         meanwhile = self.leg_s * self.legs_per_s
-        return min(max(ceil(meanwhile + 2.0 * sqrt(meanwhile)), LEAST_AHEAD), slots)
+        least = LEAST_AHEAD if self._assumed_s and self.leg_s > 0.0 else 0
+        return min(max(ceil(meanwhile + 2.0 * sqrt(meanwhile)), least), slots)
