@@ -14,8 +14,8 @@ the engine makes it too short.
 
 from math import ceil, sqrt
 
-# Legs that are always ahead, if a profile says that a leg takes time. At 1, rollouts of short turns end as late as at 0;
-# at 4 as soon as at 2.
+# Legs that are always ahead, if a profile says that a leg takes time. At 1, rollouts of short turns end as late as at
+# 0; at 4 as soon as at 2.
 LEAST_AHEAD = 2
 # The weight of what was assumed before the first look: that of so many legs.
 PRIOR_LEGS = 10.0
