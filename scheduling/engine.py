@@ -309,5 +309,5 @@ class Engine:
 
 
 def _request_s(spec: EngineSpec) -> float:
-    """How long a request is on its way, as its profile says."""
+    """How long its profile says that a request is on its way."""
     return spec.profile.request_ms / 1000 if spec.profile else 0.0

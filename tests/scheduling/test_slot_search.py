@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from engines.profiles import load_profile
 from heddle.trial import simulated_makespan_s
-from scheduling.limits import Limits
 from scheduling.policy import HEDDLE
 from scheduling.slot_search import FIRST_SLOTS, SlotSearch
 from scheduling.types import EngineLoad, EngineReported, EngineSpec
@@ -81,7 +80,7 @@ def test_prefills_in_between_do_not_end_the_search() -> None:
 
 def test_turns_that_wait_get_the_slots_that_are_found() -> None:
     """With those that it says, an engine of 128 slots gets 128."""
-    fleet = Fleet(HEDDLE, Limits(sends_ahead=False))
+    fleet = Fleet(HEDDLE)
     told, silent = (EngineSpec(name, frozenset({name}), 128, 0, slots_are_assumed=name == "silent") for name in NAMES)
     for spec in (told, silent):
         fleet.handle(EngineReported(fleet.at, spec))
