@@ -16,7 +16,7 @@ COMPILED = {
     "residency scheduler slot_search slowness state tool_calls transit",
     "predictor": "forecast groups lattice lengths pace tabular",
     "store": "embedded",
-    "engines/http": "client connection pool response",
+    "engines/http": "client connection outbox pool response",
     "gateway": "front metrics turnlog",
     "gateway/http": "access exchange heartbeat outlet protocol sse",
     "gateway/kv": "contexts",

@@ -12,6 +12,7 @@ from typing import cast
 import httptools
 
 from engines.http.faults import BadResponse, ConnectionBroken, StaleConnection
+from engines.http.outbox import outbox_of
 from engines.http.response import Response
 from engines.keepalive import probe_when_idle
 
@@ -35,6 +36,7 @@ class Connection(asyncio.Protocol):
         self._on_idle = on_idle
         self._on_lost = on_lost
         self.loop = loop  # asking for the running loop costs a system call each time
+        self._outbox = outbox_of(loop)
         self._transport: asyncio.Transport | None = None
         self._parser: httptools.HttpResponseParser | None = None
         self._response: Response | None = None
@@ -47,13 +49,10 @@ class Connection(asyncio.Protocol):
         self.on_body: Callable[[bytes], None] = _for_nobody
 
     def send(self, data: tuple[bytes, ...]) -> Response:
-        """Write a request; its response has not begun yet."""
+        """Send a request when this round of the event loop ends; its response has not begun yet."""
         response = self.expect()
         assert self._transport is not None
-        if len(data) == 1:
-            self._transport.write(data[0])
-        else:
-            self._transport.writelines(data)
+        self._outbox.put(self.loop, self._transport, data)
         return response
 
     def expect(self) -> Response:
