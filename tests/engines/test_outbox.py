@@ -1,4 +1,4 @@
-"""Requests of one round of the event loop are sent together, in their order, and none waits longer than that."""
+"""On a busy gateway, requests of one round of the event loop are sent together, in their order."""
 
 import asyncio
 import gc
@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 
-from engines.http.outbox import MOST_WAITING, outbox_of
+from engines.http.outbox import MOST_WAITING, Outbox, outbox_of
 
 
 async def _connected() -> tuple[asyncio.Transport, socket.socket]:
@@ -17,15 +17,43 @@ async def _connected() -> tuple[asyncio.Transport, socket.socket]:
     return transport, theirs
 
 
-async def test_a_request_leaves_when_the_round_ends() -> None:
+async def _after_a_busy_round(transport: asyncio.Transport, engine: socket.socket) -> Outbox:
+    """The outbox of an event loop whose last round had two requests."""
+    loop = asyncio.get_running_loop()
+    outbox = outbox_of(loop)
+    for _ in range(2):
+        outbox.put(loop, transport, (b"before",))
+    await asyncio.sleep(0)
+    assert engine.recv(100) == b"beforebefore"
+    return outbox
+
+
+async def test_a_request_that_is_alone_leaves_at_once_and_the_others_of_its_round_when_it_ends() -> None:
     loop = asyncio.get_running_loop()
     transport, engine = await _connected()
-    outbox_of(loop).put(loop, transport, (b"head ", b"body "))
-    outbox_of(loop).put(loop, transport, (b"next",))
+    outbox = outbox_of(loop)
+    outbox.put(loop, transport, (b"head ", b"body "))
+    assert engine.recv(100) == b"head body "
+    outbox.put(loop, transport, (b"next",))
     with pytest.raises(BlockingIOError):
         engine.recv(100)
     await asyncio.sleep(0)
-    assert engine.recv(100) == b"head body next"
+    assert engine.recv(100) == b"next"
+    transport.close()
+    engine.close()
+
+
+async def test_after_a_busy_round_requests_leave_when_theirs_ends() -> None:
+    loop = asyncio.get_running_loop()
+    transport, engine = await _connected()
+    outbox = await _after_a_busy_round(transport, engine)
+    outbox.put(loop, transport, (b"head ", b"body"))
+    with pytest.raises(BlockingIOError):
+        engine.recv(100)
+    await asyncio.sleep(0)
+    assert engine.recv(100) == b"head body"
+    outbox.put(loop, transport, (b"alone again",))
+    assert engine.recv(100) == b"alone again"
     transport.close()
     engine.close()
 
@@ -33,14 +61,12 @@ async def test_a_request_leaves_when_the_round_ends() -> None:
 async def test_the_first_of_many_does_not_wait_for_all() -> None:
     loop = asyncio.get_running_loop()
     transport, engine = await _connected()
+    outbox = await _after_a_busy_round(transport, engine)
     for number in range(MOST_WAITING + 1):
-        outbox_of(loop).put(loop, transport, (b"%d," % number,))
+        outbox.put(loop, transport, (b"%d," % number,))
     assert engine.recv(100) == b"0,1,2,3,4,5,6,7,"
     await asyncio.sleep(0)
     assert engine.recv(100) == b"8,"
-    outbox_of(loop).put(loop, transport, (b"later",))
-    await asyncio.sleep(0)
-    assert engine.recv(100) == b"later"
     transport.close()
     engine.close()
 
@@ -48,8 +74,9 @@ async def test_the_first_of_many_does_not_wait_for_all() -> None:
 async def test_a_connection_that_was_closed_meanwhile_holds_up_no_other() -> None:
     loop = asyncio.get_running_loop()
     (left, its_engine), (transport, engine) = await _connected(), await _connected()
-    outbox_of(loop).put(loop, left, (b"lost",))
-    outbox_of(loop).put(loop, transport, (b"sent",))
+    outbox = await _after_a_busy_round(transport, engine)
+    outbox.put(loop, left, (b"lost",))
+    outbox.put(loop, transport, (b"sent",))
     left.abort()
     await asyncio.sleep(0)
     assert engine.recv(100) == b"sent"
