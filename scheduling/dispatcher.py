@@ -156,8 +156,19 @@ class Dispatcher:
                 self._thin_out(engine, self._residency)
         for model in list(self._queues.homeless):
             self.place_homeless(model, actions)
+        self._send_home(actions)
         for engine in self._engines.values():
             self.fill(engine, actions)
+
+    def _send_home(self, actions: list[Action]) -> None:
+        """Route the turns that no other engine has taken, and whose home has failed them but may be tried again. Their
+        claims are there, and may be what keeps a turn that it is reserved for from entering."""
+        strays = [turn for queue in self._queues.homeless.values() for turn in queue if turn.avoided]
+        for turn in strays:
+            home = self._resident_home(turn)
+            if home is not None and turn.state is WAITING and self._admission.may_serve(home, turn):
+                self._leave_queue(turn)
+                self._route(turn, actions)
 
     @property
     def checks_on_a_timer(self) -> bool:

@@ -21,6 +21,9 @@ LEAST_AHEAD = 2
 PRIOR_LEGS = 10.0
 # What a second counts after the next one. A new load of gateway and engine is known after half a minute.
 KEPT_SHARE = 0.96
+# The longest that what a look has seen is taken to have lasted: looks are a second apart, but there are none while
+# weights are loaded, and then all turns that waited for them are on their way at once.
+MOST_S = 2.0
 # How often legs end changes sooner: with the rollout.
 RATE_KEPT_SHARE = 0.5
 
@@ -74,9 +77,10 @@ class Transit:
         self.legs_per_s = self._last_ended / max(self._last_s, 1.0)
         if num_on_way is None:
             return
-        kept = KEPT_SHARE**elapsed_s
-        self._sum_s = kept * self._sum_s + num_on_way * elapsed_s
-        self._sum_ended = kept * self._sum_ended + num_ended
+        seen_s = elapsed_s if elapsed_s < MOST_S else MOST_S
+        kept = KEPT_SHARE**seen_s
+        self._sum_s = kept * self._sum_s + num_on_way * seen_s
+        self._sum_ended = kept * self._sum_ended + (num_ended * seen_s / elapsed_s if elapsed_s else num_ended)
         known_s = self._sum_s + PRIOR_LEGS * self._assumed_s
         self.leg_s = max(known_s, 0.0) / (self._sum_ended + PRIOR_LEGS)
 

@@ -62,6 +62,8 @@ class Connection(asyncio.Protocol):
         self.on_body = response.feed  # straight from the parser to the reader: it is called for each chunk
         self._parser = httptools.HttpResponseParser(self)
         self._head_bytes = 0
+        if self.closed:  # while the keeper took its socket
+            self._fail(ConnectionBroken("the engine closed the connection before it was asked"))
         return response
 
     def lend(self) -> int | None:

@@ -268,3 +268,25 @@ async def test_bytes_sent_counts_every_byte_written() -> None:
                 pass
             assert bytes_sent(connection) - before == num_sent
         assert bytes_sent(connection) - before == num_sent, "also when the other side is gone"
+
+
+@pytest.mark.parametrize("is_reset", [False, True])
+async def test_a_connection_that_closes_while_it_is_put_into_keeping(is_reset: bool) -> None:
+    """The turn is told at once. It waited for its timeout, by default four hours, and the engine looked hung."""
+
+    async def serve(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if is_reset:
+            writer.transport.abort()
+        else:
+            writer.close()
+
+    async def keep(connection: socket.socket, num_bytes: int) -> None:
+        while client._pool._all:  # noqa: ASYNC110 - until the news has come
+            await asyncio.sleep(0)
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    client = HttpClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    with pytest.raises(ConnectionBroken):
+        await client.post_kept("/x", b"{}", b"", 60.0, keep, lambda: None)
+    client.close()
+    server.close()

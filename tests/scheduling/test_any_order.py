@@ -104,6 +104,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.preempted: dict[str, Preempt] = {}
         self.num_faults: Counter[str] = Counter()
         self.trajectory_of: dict[str, str] = {}
+        self.model_of: dict[str, str] = {}
         self.saved_homes: dict[str, str | None] = {}
         self.scheduler = Scheduler(self.policy, LIMITS, can_preempt=True)
 
@@ -144,6 +145,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.num_turns += 1
         self.waiting[turn_id] = (0, trajectory_id)
         self.trajectory_of[turn_id] = trajectory_id
+        self.model_of[turn_id] = model
         self.handle(
             TurnArrived(self.at, turn_id, trajectory_id, model, prompt, prediction, group_id, None, priority, parts)
         )
@@ -425,14 +427,27 @@ class AnyOrder(RuleBasedStateMachine):
         ]
 
     def teardown(self) -> None:
-        """Once the whole fleet serves, turns end and time passes, every turn is served and every trajectory
-        forgotten."""
+        """Once turns end and time passes, every turn for which there is an engine is served, whatever has happened to
+        it. Once the whole fleet serves, every turn is, and every trajectory is forgotten."""
         self.scheduler.limits = replace(LIMITS, queue_timeout_s=float("inf"))
         num_rejects = self.num_rejects
+        self.turns_end()
+        served = {model for one in self.scheduler.engines.values() if one.accepting for model in one.spec.models}
+        assert not served & {self.model_of[turn_id] for turn_id in self.waiting} and not self.running
         self.engines = {name: EngineSpec(name, frozenset(MODELS), 1, KV) for name in ENGINES}
         self.cordoned.clear()
         for engine in self.engines.values():
             self.handle(EngineReported(self.at, engine))
+        self.turns_end()
+        assert not self.waiting and not self.running and self.num_rejects == num_rejects
+        while (due_at := self.scheduler.next_wakeup()) is not None:
+            self.at = max(self.at, due_at)
+            self.handle(Tick(self.at))
+        assert not self.scheduler.trajectories and not self.saved_homes
+        assert all(not engine.claims and not engine.running for engine in self.scheduler.engines.values())
+
+    def turns_end(self) -> None:
+        """Running turns end and time passes, three minutes if turns go on waiting."""
         for _ in range(200):
             for turn_id, dispatch in sorted(self.running.items()):
                 self.end_leg(turn_id)
@@ -442,12 +457,6 @@ class AnyOrder(RuleBasedStateMachine):
             self.at = max(self.at, self.scheduler.next_wakeup() or self.at)
             self.handle(Tick(self.at))
             self.scheduler_and_driver_agree()
-        assert not self.waiting and not self.running and self.num_rejects == num_rejects
-        while (due_at := self.scheduler.next_wakeup()) is not None:
-            self.at = max(self.at, due_at)
-            self.handle(Tick(self.at))
-        assert not self.scheduler.trajectories and not self.saved_homes
-        assert all(not engine.claims and not engine.running for engine in self.scheduler.engines.values())
 
 
 # When Hypothesis has found a failure, it looks for a shorter one for up to five minutes. A test that ends before tells

@@ -100,6 +100,22 @@ def test_a_full_queue_accepts_a_resident_that_can_run_at_once() -> None:
     assert fleet.arrive("new", prompt=10) == [Reject("new", Refusal.QUEUE_FULL, 5.0)]
 
 
+@pytest.mark.parametrize("fault", [Fault.BUSY, Fault.ENGINE])
+def test_a_resident_that_its_engine_failed_passes_the_turn_that_its_claim_keeps_out(fault: Fault) -> None:
+    """It waits among those without a home for as long as it avoids the engine. Each kept the other out, beside an idle
+    engine, until the queue timeout."""
+    fleet = Fleet()
+    fleet.engine("A", slots=8, kv=100)
+    fleet.arrive("m1", "m", prompt=40)
+    fleet.finish("m1", prompt=40, output=10)
+    assert fleet.sent(fleet.arrive("m2", "m", prompt=50)) == [("m2", "A")]
+    assert fleet.arrive("large", prompt=60, predicted=90_000) == []
+    assert fleet.fail("m2", fault=fault) == []
+    assert fleet.sent(fleet.tick(later_s=10.0)) == [("m2", "A")]
+    fleet.finish("m2", leg=2, prompt=50)
+    assert fleet.sent(fleet.close("m")) == [("large", "A")]
+
+
 def test_the_engine_with_the_most_room_is_reserved() -> None:
     """A shared prompt counts once: three siblings claim 120 of 100 tokens but hold 40, so A has more room than B, where
     one turn holds 70."""

@@ -74,6 +74,18 @@ def test_it_does_not_matter_when_it_is_looked_at(pauses_s: list[float]) -> None:
         assert transit.leg_s == pytest.approx(0.05, rel=0.1)
 
 
+@pytest.mark.parametrize("pause_s", [20.0, 300.0])
+def test_a_pause_of_looks_does_not_count_as_one_look(pause_s: float) -> None:
+    """No leg began while weights were loaded; those that waited for it are all on their way at the look that follows.
+    It counted for the whole pause: 46 legs were on their way for 6 s, and twice the slots were sent for a minute."""
+    transit = looked(Transit(), 20.0, 1.0, 60)
+    transit.note_end()
+    transit.look(60.0 + pause_s, 46)
+    assert transit.leg_s < 0.3 and transit.num_ahead(40) <= 5
+    assert looked(transit, 20.0, 1.0, 10, at=60.0 + pause_s).num_ahead(40) <= 10
+    assert looked(transit, 20.0, 1.0, 60, at=70.0 + pause_s).leg_s == pytest.approx(0.05, rel=0.25)
+
+
 @given(
     st.floats(0.0, 1.0),
     st.lists(st.tuples(st.floats(0.0, 3.0), st.integers(0, 5), st.integers(-300, 300)), max_size=30),
