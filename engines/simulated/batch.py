@@ -85,6 +85,11 @@ class Batch:
         del self.running[progress.sequence.id]
 
     @property
+    def num_unscheduled(self) -> int:
+        """Sequences that are admitted and of whose prompt nothing was prefilled: engines count them as waiting."""
+        return max(len(self._prefills) - len(self._chunks), 0)
+
+    @property
     def num_prefill_tokens(self) -> int:
         """Tokens that each of the planned steps prefills."""
         return sum(tokens for _, tokens in self._chunks)

@@ -192,10 +192,10 @@ class SimulatedEngine:
 
     def counts(self) -> EngineCounts:
         """Gauges and totals at the time of the last timed call."""
-        made, batching = self._num_made(), self._batching
+        made, batching, num_unscheduled = self._num_made(), self._batching, self._batch.num_unscheduled
         return EngineCounts(
-            num_running=len(self._batch.running),
-            num_waiting=len(batching.waiting) + len(self._held),
+            num_running=len(self._batch.running) - num_unscheduled,
+            num_waiting=len(batching.waiting) + len(self._held) + num_unscheduled,
             kv_usage=(self._kv.num_used + made) / self.profile.kv_capacity_tokens,
             num_preemptions=batching.num_preemptions,
             num_prompt_tokens=batching.num_prompt_tokens,

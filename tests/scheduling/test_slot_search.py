@@ -32,11 +32,13 @@ def seen(search: SlotSearch, limit: int, num_turns: int, num_looks: int = 1) -> 
 
 @pytest.mark.parametrize("limit", [128, 129, 200, 256, 300, 512, 1_000, 1_024, 4_096])
 def test_the_limit_is_found(limit: int) -> None:
-    """In half a minute within 2 %, of 1,024 half in four seconds; and then the search rests."""
+    """In half a minute within 2 %, of 1,024 half in four seconds. Then it rests, but for two looks in thirty."""
     search = SlotSearch()
     first = seen(search, limit, 10_000, 30)
     assert limit <= first[-1] <= 1.03 * limit + 1
-    assert set(seen(search, limit, 10_000, 300)) <= {limit, first[-1]}
+    rest = seen(search, limit, 10_000, 300)
+    assert sum(slots not in (limit, first[-1]) for slots in rest) <= 2 * 300 / 30
+    assert max(rest) <= 1.06 * limit + 1
     if limit == 1_024:
         assert first[3] >= 512
 
@@ -76,6 +78,21 @@ def test_prefills_in_between_do_not_end_the_search() -> None:
         running = min(search.slots, 1_024, running + dice.randint(10, 60))
         search.look(EngineLoad(running, min(search.slots, 1_024) - running))
     assert search.slots >= 1_000
+
+
+@pytest.mark.parametrize(("prefills", "life"), [(8, 120), (40, 30), (100, 30)])
+def test_turns_that_wait_for_their_prefill_hide_no_slots(prefills: int, life: int) -> None:
+    """Prompts are long, so some always wait for their prefill; what runs grows for minutes, now and then a little less.
+    An engine of 1,024 slots that could run 960 turns, or 1,024, was held to 150 to 500 for ever."""
+    search, dice, ends_at, waiting = SlotSearch(), Random(5), list[int](), 0
+    for look in range(900):
+        ends_at = [one for one in ends_at if one > look]
+        waiting += max(0, search.slots - len(ends_at) - waiting)
+        num_begun = min(waiting, 1_024 - len(ends_at), dice.randint(prefills // 2, prefills * 3 // 2))
+        ends_at += [look + max(1, round(dice.expovariate(1 / life))) for _ in range(num_begun)]
+        waiting -= num_begun
+        search.look(EngineLoad(len(ends_at), waiting))
+    assert search.slots > 0.9 * min(1_024, prefills * life)
 
 
 def test_turns_that_wait_get_the_slots_that_are_found() -> None:
