@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from store.port import StoreAway, StoreCorrupt, StoreError
 from store.settings import StoreSettings
+from store.sqlite_file import check_writable
 
 FORMAT = 1
 
@@ -228,6 +229,7 @@ def _give_up(written: asyncio.Future[bool]) -> None:
 
 
 def _connect(path: Path) -> sqlite3.Connection:
+    check_writable(path)
     database = sqlite3.connect(path, isolation_level=None)
     [version] = database.execute("PRAGMA user_version").fetchone()
     if version not in (0, FORMAT):

@@ -90,8 +90,17 @@ def locked(path: Path) -> IO[str]:
     return lock_file
 
 
+def check_writable(path: Path) -> None:
+    """Raises StoreError, which names the file that may not be written, before SQLite creates files beside a read-only
+    one: they would be read-only, too, and stay."""
+    for one in (path, path.with_name(path.name + "-wal"), path.with_name(path.name + "-shm")):
+        if one.exists() and not os.access(one, os.W_OK):
+            raise StoreError(f"store {path} cannot be used: {one} is read-only")
+
+
 def connected(path: Path) -> sqlite3.Connection:
     """A connection to a file that is sound and of this format; an empty file gets its tables. Raises StoreError."""
+    check_writable(path)
     try:
         database = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
         [version] = database.execute("PRAGMA user_version").fetchone()

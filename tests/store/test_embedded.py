@@ -1,6 +1,7 @@
 """The embedded store under SIGKILL, a second owner, damage and a full disk."""
 
 import asyncio
+import os
 import sqlite3
 import subprocess
 import time
@@ -33,6 +34,30 @@ async def test_every_settled_put_survives_sigkill(tmp_path: Path) -> None:
     assert found["t"].record["number"] in (last, last + 1)
     numbers = sorted(turn["number"] for each in found.values() for turn in each.turns)
     assert numbers in (list(range(last + 1)), list(range(last + 2)))
+
+
+@pytest.mark.parametrize("name", ["store.sqlite3", "store.sqlite3-pieces", "store.sqlite3-shm"])
+async def test_a_read_only_file_is_named_and_nothing_is_left_beside_it(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SQLite left a read-only `-shm` there, so the store stayed unusable when its own file could be written again."""
+    await open_and_close(tmp_path / "store.sqlite3")
+    store = open_store(f"sqlite:{tmp_path / 'store.sqlite3'}")
+    (tmp_path / name).touch()
+    before = set(os.listdir(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "access", lambda path, mode: Path(path).name != name)  # root may write any file
+        with pytest.raises(StoreError, match=f"cannot be used: .*{name} is read-only"):
+            await store.open()
+    left = set(os.listdir(tmp_path)) - before
+    assert not [one for one in left if one.startswith(name)]
+    await open_and_close(tmp_path / "store.sqlite3")
+
+
+async def open_and_close(path: Path) -> None:
+    store = open_store(f"sqlite:{path}")
+    await store.open()
+    await store.close()
 
 
 async def test_a_second_process_is_refused_until_the_first_has_died(tmp_path: Path) -> None:
