@@ -12,7 +12,8 @@ _TIMEOUT_S = 10.0
 
 
 class GatewayAway(Exception):
-    """The gateway did not answer. Nothing follows from that, least of all that its engines are idle."""
+    """The gateway did not answer; the message names its URL. Nothing follows from that, least of all that its engines
+    are idle."""
 
 
 class GatewayRefused(Exception):
@@ -46,6 +47,7 @@ class GatewayClient:
     def __init__(self, url: str, admin_key: str | None) -> None:
         headers = (("authorization", f"Bearer {admin_key}"),) if admin_key else ()
         self._http = HttpClient(url, headers=headers)
+        self._url = url
 
     async def engines(self) -> list[Member]:
         """All servers whose engines it knows."""
@@ -57,7 +59,7 @@ class GatewayClient:
                 by_url.setdefault(engine["url"], []).append(engine)
             return [_member(engines) for engines in by_url.values()]
         except (KeyError, TypeError):
-            raise GatewayAway(f"GET {target}: not the answer of a gateway") from None
+            raise GatewayAway(f"{self._asked('GET', target)}: not the answer of a gateway") from None
 
     async def demand(self, since: float = 0.0) -> Any:
         """The work at hand, and the last rollout if it ended after `since`: see `GET /v1/demand`."""
@@ -90,22 +92,27 @@ class GatewayClient:
         self._http.close()
 
     async def _ask(self, method: str, target: str, body: bytes = b"", timeout_s: float = _TIMEOUT_S) -> Any:
+        asked = self._asked(method, target)
         try:
             response = await self._http.request(method, target, body, timeout_s=timeout_s)
             said = await response.body(64 * 2**20, _TIMEOUT_S)
         except FAULTS as fault:
-            raise GatewayAway(f"{method} {target}: {str(fault) or type(fault).__name__}") from None
+            raise GatewayAway(f"{asked}: {str(fault) or type(fault).__name__}") from None
         if response.status >= 500:
-            raise GatewayAway(f"{method} {target}: status {response.status}")
+            raise GatewayAway(f"{asked}: status {response.status}")
         if response.status == 404 and method != "GET":
             return None  # it is already gone
         try:
             answer = orjson.loads(said)
         except orjson.JSONDecodeError:
-            raise GatewayAway(f"{method} {target}: not the answer of a gateway") from None
+            raise GatewayAway(f"{asked}: not the answer of a gateway") from None
         if response.status >= 400:
-            raise GatewayRefused(f"{method} {target}: {_message(answer) or f'status {response.status}'}")
+            raise GatewayRefused(f"{asked}: {_message(answer) or f'status {response.status}'}")
         return answer
+
+    def _asked(self, method: str, target: str) -> str:
+        """A request in words: its fault is read far from the file that names the gateway."""
+        return f"the gateway at {self._url}: {method} {target}"
 
 
 def _member(engines: list[Any]) -> Member:

@@ -328,6 +328,14 @@ async def test_a_dry_run_without_its_cluster_is_reported(tmp_path: Path) -> None
     assert (status, len(output.splitlines())) == (2, 1) and "heddle controller: Kubernetes: " in output, output
 
 
+async def test_a_dry_run_without_its_gateway_is_reported(tmp_path: Path) -> None:
+    """One line says so, with the address: it said `GET /v1/engines: no connection`, of nobody knew whom."""
+    url = f"http://127.0.0.1:{free_port()}"
+    status, output = await heddle("controller", "--fleet", str(write_fleet(tmp_path, url, 0)), "--dry-run")
+    assert (status, len(output.splitlines())) == (2, 1), output
+    assert output.startswith(f"heddle controller: the gateway at {url}: GET /v1/engines: no connection: "), output
+
+
 async def test_a_first_fleet_that_does_not_fit_stops_the_start(tmp_path: Path) -> None:
     """The last line states why, once the gateway can be asked."""
     async with running_gateway() as gateway:

@@ -24,12 +24,12 @@ OTHERS = {
 @pytest.mark.parametrize("status, body", OTHERS.values(), ids=OTHERS.keys())
 async def test_answers_of_other_servers_count_as_gateway_errors(status: int, body: bytes) -> None:
     """A proxy or another service may answer there: the client raises only the errors after which the controller tries
-    again."""
+    again. The message names the address: it may be the wrong one."""
     async with recorded_engine(SimulatedEngineSettings()) as server:
         server.scripts |= {path: fixed(status, body) for path in ("/v1/engines", "/v1/demand")}
         gateway = GatewayClient(server.url, "key")
-        with pytest.raises((GatewayAway, GatewayRefused), match="GET /v1/engines: "):
+        with pytest.raises((GatewayAway, GatewayRefused), match=f"^the gateway at {server.url}: GET /v1/engines: "):
             await gateway.engines()
-        with pytest.raises(DemandAway):
+        with pytest.raises(DemandAway, match=f"^the gateway at {server.url}: GET /v1/demand|^the gateway's report"):
             await AskedDemand(gateway).work()
         gateway.close()

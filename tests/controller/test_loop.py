@@ -222,7 +222,7 @@ async def test_no_working_engine_is_stopped_while_the_gateway_is_away(tmp_path: 
         async with running_gateway(observe_interval_s=0.1, port=port):
             while [one.is_serving for one in made.seen] != [True, True]:
                 await made.tick()
-        assert not await made.observe() and "gateway_away" in made.alarms
+        assert not await made.observe() and f"the gateway at {gateway.url}: " in made.alarms["gateway_away"]
         made.ask(made.desired.scaled([2], made.observed()))
         for _ in range(20):
             await made.tick()
