@@ -196,6 +196,9 @@ class Limits(BaseModel):
     )
     drain_alarm_s: float = Field(1800.0, gt=0, description="A longer drain raises an alarm; nothing is killed.")
     observe_interval_s: float = Field(1.0, gt=0, description="Interval of observing launcher and gateway.")
+    gateway_start_s: float = Field(
+        10.0, ge=0, description="Until an absent gateway is an alarm at the start: both may have been started together."
+    )
     max_log_bytes: int = Field(
         16 * 2**20,
         ge=64 * 2**10,

@@ -73,6 +73,7 @@ class Controller:
         self._not_stopped: dict[str, str] = {}
         self._num_changes = 0
         self._planned_at = 0.0
+        self._made_at = time.monotonic()
         self._wake = asyncio.Event()
 
     # --- the loop -------------------------------------------------------------------------------------------
@@ -119,7 +120,8 @@ class Controller:
         try:
             self.members = await self._gateway.engines()
         except (GatewayAway, GatewayRefused) as fault:
-            self._alarm("gateway_away", str(fault))
+            if isinstance(fault, GatewayRefused) or not self._may_gateway_be_starting():
+                self._alarm("gateway_away", str(fault))
             return False
         self._clear("gateway_away")
         launching = [step for step, _ in self._tasks.values() if isinstance(step, Launch)]
@@ -358,6 +360,10 @@ class Controller:
             self._alarm("stop_failed", "; ".join(dict.fromkeys(self._not_stopped.values())))
         else:
             self._clear("stop_failed")
+
+    def _may_gateway_be_starting(self) -> bool:
+        """Whether it never answered, and was perhaps started together with this controller, as by `heddle up`."""
+        return not self.has_observed and time.monotonic() - self._made_at < self.fleet.limits.gateway_start_s
 
     def _alarm(self, name: str, why: str) -> None:
         if name not in self.alarms:

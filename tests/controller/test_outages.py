@@ -81,6 +81,29 @@ async def test_a_controller_without_its_launcher_waits(what: str, memory_folder:
         assert getattr(run.cluster, what) == 0 and not made.alarms
 
 
+@pytest.mark.parametrize(("gateway_start_s", "is_alarm"), [(1e6, False), (0.0, True)])
+async def test_a_gateway_that_may_still_be_starting_is_no_alarm(
+    gateway_start_s: float, is_alarm: bool, memory_folder: Path
+) -> None:
+    """Every `heddle up` raised one, because its controller looks before its gateway serves. A gateway that has had its
+    time, or that answered before, is one."""
+    run = run_in(memory_folder / "starting", 9)
+    limits = run.fleet.limits.model_copy(update={"gateway_start_s": gateway_start_s})
+    cluster, points = run.cluster, Fuse()
+    journal = Journal(run.fleet.state_dir / "journal.jsonl")
+    ports = MemoryLauncher(cluster, points), MemoryGateway(cluster, points), MemoryDemand(cluster)
+    made = Controller(run.fleet.model_copy(update={"limits": limits}), *ports, journal)  # type: ignore[arg-type]
+    alarm = {"gateway_away": "no connection to the gateway"}
+    cluster.num_looks_lost = NUM_LOOKS
+    for _ in range(NUM_LOOKS):
+        assert not await made.observe() and made.alarms == (alarm if is_alarm else {})
+    assert await made.observe() and not made.alarms
+    cluster.num_looks_lost = 1
+    assert not await made.observe() and made.alarms == alarm
+    await made.close()
+    journal.close()
+
+
 async def test_the_first_fleet_waits_until_there_are_devices(memory_folder: Path) -> None:
     """A controller may start before any node has joined. It recorded that no engine is wanted, for ever."""
     run = run_in(memory_folder / "early", 9)

@@ -22,17 +22,21 @@ pytestmark = pytest.mark.timeout(300)
 
 
 async def up(path: Path) -> asyncio.subprocess.Process:
+    """Its log is the file `log` beside the fleet file."""
     store = f"sqlite:{path.parent / 'store.sqlite3'}"
-    return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "heddle", "up", "--fleet", str(path), "--log-level", "warning"),
-        env={**os.environ, ADMIN_KEY_VARIABLE: ADMIN_KEY, "HEDDLE_STORE": store},
-    )
+    with (path.parent / "log").open("wb") as log:
+        return await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "heddle", "up", "--fleet", str(path), "--log-level", "warning"),
+            env={**os.environ, ADMIN_KEY_VARIABLE: ADMIN_KEY, "HEDDLE_STORE": store},
+            stderr=log,
+        )
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
 async def test_a_fleet_serves_with_one_command(how: signal.Signals, tmp_path: Path) -> None:
     """A turn is answered by an engine that nobody started by hand. When `heddle up` is told to end, or is killed,
-    gateway and controller end, too, and the engines keep running."""
+    gateway and controller end, too, and the engines keep running. The controller's first look comes before its gateway
+    serves, which was an alarm."""
     gateway, listen = (f"http://127.0.0.1:{port}" for port in (free_port(), free_port()))
     path = write_fleet(tmp_path, gateway, int(listen.rpartition(":")[2]))
     fleet = load_fleet_file(path)
@@ -49,6 +53,7 @@ async def test_a_fleet_serves_with_one_command(how: signal.Signals, tmp_path: Pa
             await eventually(serves, TIMEOUT_S)
             body = {"model": "simulated", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
             assert (await client.post(f"{gateway}/v1/chat/completions", json=body)).status_code == 200
+            assert "gateway_away" not in (tmp_path / "log").read_text()
         finally:
             process.send_signal(how)
         assert await process.wait() == (0 if how is signal.SIGTERM else -signal.SIGKILL)
