@@ -104,9 +104,8 @@ def build_api(controller: Controller, admin_key: SecretStr | None) -> FastAPI:
         if asked.tps == [] and not asked.empty:
             raise _No(400, "This ends every engine of the fleet. To confirm, set 'empty' as well (--empty).")
         try:
-            controller.ask(
-                desired.let_plans_decide() if asked.tps is None else desired.scaled(asked.tps, controller.observed())
-            )
+            seen = controller.observed()
+            controller.ask(desired.let_plans_decide(seen) if asked.tps is None else desired.scaled(asked.tps, seen))
         except Refused as no:
             raise _No(409, str(no)) from None
         return status(controller, time.time())

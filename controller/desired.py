@@ -6,6 +6,7 @@ its devices stay unused until the fleet is scaled.
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 from typing import Any
@@ -21,6 +22,7 @@ from controller.records import new_ids, spares_record, wanted_record
 from controller.rollouts import History
 from controller.spares import SpareRule, spares_beside
 from controller.steps import DesiredServer, ObservedServer, Step
+from scheduling.fleets import largest_first
 from scheduling.reshaping import ReshapeRule
 
 
@@ -63,6 +65,17 @@ class DesiredFleet:
         if num_devices < least:
             raise NoDevices(f"the launcher has {num_devices} devices now, and the smallest engine needs {least}")
         return self._fleet.first if self._fleet.first is not None else (least,) * (num_devices // least)
+
+    def command_to_start(self) -> str | None:
+        """The command that starts the first fleet; None if engines are wanted, or nothing was decided yet."""
+        state = self._state()
+        if state.wanted or state.changed_at is None:
+            return None
+        try:
+            counts = Counter(largest_first(self.first_tps()))
+        except NoDevices:
+            return "heddle fleet scale COUNTxTP"
+        return " ".join(["heddle fleet scale", *(f"{count}xTP{tp}" for tp, count in counts.items())])
 
     def adopted(self, alive: Sequence[ObservedServer], asleep: Set[str]) -> list[Json]:
         """What runs already although no journal records it. Of several on the same devices, those that serve go first,
@@ -117,9 +130,12 @@ class DesiredFleet:
         more = {"is_manual": True, "blocked_tps": [], "sleepless": "", "not_before": {}, "num_tries": {}}
         return self._wanted(tps, seen, frozenset(), "scaled by hand", **more)
 
-    def let_plans_decide(self) -> list[Json]:
-        """The same fleet until a plan pays."""
+    def let_plans_decide(self, seen: Sequence[ObservedServer]) -> list[Json]:
+        """The same fleet until a plan pays; instead of none, the first fleet: without engines there is no work to plan
+        for. What rests, or was given up, waits for an operator's fleet, though. Raises Refused."""
         state = self._state()
+        if not (state.wanted or state.resting or state.blocked_tps):
+            return self._wanted(self.first_tps(), seen, state.resting, "the first fleet", is_manual=False)
         return [wanted_record(state.wanted, state.serial, time.time(), "plans decide", is_manual=False)]
 
     def drained(self, server_id: str, seen: Sequence[ObservedServer]) -> list[Json]:

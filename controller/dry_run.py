@@ -65,6 +65,8 @@ async def told(fleet: FleetFile, launcher: Launcher) -> list[str]:
             max_starting=limits.max_starting,
         )
     else:
+        if command := desired.command_to_start():
+            lines.append(f"No engines are wanted ({state.why}): `{command}` starts some.")
         proposal = desired.proposed(work, seen)
         if (history := desired.after_rollout(work)) is not None:
             state = replace(state, history=history)  # as the controller would record it; `desired` reads it

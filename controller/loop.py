@@ -97,12 +97,14 @@ class Controller:
 
     async def tick(self) -> None:
         """Observe once, decide, and begin every step that can be begun."""
-        before = self._num_changes
+        before, is_first = self._num_changes, not self.has_observed
         if not await self.observe() or before != self._num_changes:
             return
         if self.journal.state.changed_at is None:
             await self._begin()
             return
+        if is_first and (command := self.desired.command_to_start()):
+            LOGGER.warning("no engines are wanted", extra={"fields": {"why": self.journal.state.why, "start": command}})
         self._decide()
         await self._plan()
         if before == self._num_changes:

@@ -24,6 +24,7 @@ def status(controller: Controller, now: float) -> Json:
         "is_manual": state.is_manual,
         "is_automatic": controller.fleet.planning.is_automatic,
         "why": state.why,
+        "command_to_start": controller.desired.command_to_start(),
         "alarms": alarms(controller, now),
         "servers": _servers(state, seen, controller.servers, held_back(state, now, controller.fleet.retry_rule)),
         "resting_devices": sorted(state.resting),

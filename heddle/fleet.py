@@ -121,6 +121,8 @@ def _ask(url: str, method: str, target: str, body: dict[str, Any] | None = None)
 
 def _fleet(told: dict[str, Any]) -> str:
     lines = [f"fleet {told['fleet']}: {'as wanted' if told['is_reached'] else 'on its way'} ({told['why']})"]
+    if command := told.get("command_to_start"):  # a controller of an earlier version does not tell
+        lines.append(f"no engines are wanted, also after a restart: `{command}` starts some")
     lines.append(f"plan: {told['proposal']['why']}")
     if told["is_manual"]:
         lines.append(

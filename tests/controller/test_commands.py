@@ -54,11 +54,13 @@ async def heddle(
 
 @asynccontextmanager
 async def controller_process(path: Path) -> AsyncIterator[asyncio.subprocess.Process]:
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "heddle", "controller", "--fleet", str(path)),
-        env={**os.environ, ADMIN_KEY_VARIABLE: ADMIN_KEY},
-        stderr=asyncio.subprocess.DEVNULL,
-    )
+    """Its log is the file `log` beside the fleet file."""
+    with (path.parent / "log").open("ab") as log:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "heddle", "controller", "--fleet", str(path)),
+            env={**os.environ, ADMIN_KEY_VARIABLE: ADMIN_KEY},
+            stderr=log,
+        )
     try:
         yield process
     finally:
@@ -283,6 +285,38 @@ async def test_a_fleet_is_shown_planned_scaled_and_drained(tmp_path: Path) -> No
                     return not await alive(fleet)
 
                 await eventually(is_ended, TIMEOUT_S)
+
+
+async def test_a_fleet_that_was_ended_says_how_to_start_it_again(tmp_path: Path) -> None:
+    """The next controller launched nothing and never told why, and `scale --plans` did not help: without engines there
+    is no work to plan for."""
+    async with running_gateway(observe_interval_s=0.1) as gateway, httpx.AsyncClient() as client:
+        port = free_port()
+        path, url = write_fleet(tmp_path, gateway.url, port), f"http://127.0.0.1:{port}"
+        ended = {"kind": "wanted", "at": 1.0, "why": "scaled by hand", "serial": 2, "wanted": [], "is_manual": True}
+        (tmp_path / "state").mkdir()
+        (tmp_path / "state" / "journal.jsonl").write_text(json.dumps(ended) + "\n")
+        status, output = await heddle("controller", "--fleet", str(path), "--dry-run")
+        assert status == 0
+        assert "No engines are wanted (scaled by hand): `heddle fleet scale 2xTP1` starts some." in output
+
+        async def warns() -> bool:
+            said = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+            return {("warning", "no engines are wanted", "scaled by hand", "heddle fleet scale 2xTP1")} == {
+                (one["level"], one["message"], one["why"], one["start"]) for one in said if one["level"] != "info"
+            }
+
+        async def serves() -> bool:
+            told = (await client.get(f"{url}/v1/fleet")).json()
+            return bool(told["is_reached"]) and [one["tp"] for one in told["servers"]] == [1, 1]
+
+        async with stopped_at_the_end(load_fleet_file(path)), controller_process(path):
+            await eventually(warns, TIMEOUT_S)
+            status, output = await heddle("fleet", "show", "--controller", url)
+            assert "no engines are wanted, also after a restart: `heddle fleet scale 2xTP1` starts some\n" in output
+            status, output = await heddle("fleet", "scale", "--plans", "--controller", url)
+            assert status == 0 and "(the first fleet)" in output and "no engines" not in output
+            await eventually(serves, TIMEOUT_S)
 
 
 async def test_invalid_commands_and_absent_controllers_are_reported(tmp_path: Path) -> None:

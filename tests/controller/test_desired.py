@@ -1,0 +1,57 @@
+"""What is wanted of a fleet without engines."""
+
+from pathlib import Path
+
+import pytest
+
+from controller.desired import DesiredFleet
+from controller.journal import State, fold
+from controller.steps import DesiredServer
+from tests.controller.fleet_site import fleet_file
+
+DEVICES = ("cpu0", "cpu1", "cpu2", "cpu3")
+ENDED = State(changed_at=1.0, why="scaled by hand", is_manual=True)
+LEFT = State(changed_at=1.0, wanted=(DesiredServer("test-1", 1, ("cpu0",)),), is_manual=True)
+
+
+def desired(state: State, tmp_path: Path, devices: tuple[str, ...] = DEVICES) -> DesiredFleet:
+    fleet = fleet_file(tmp_path, "http://127.0.0.1:9", cpu_slots=4, first=(1, 2, 1))
+    return DesiredFleet(fleet, lambda: devices, lambda: state)
+
+
+@pytest.mark.parametrize(
+    ("state", "devices", "command"),
+    [
+        (ENDED, DEVICES, "heddle fleet scale 1xTP2 2xTP1"),
+        (ENDED, (), "heddle fleet scale COUNTxTP"),
+        (LEFT, DEVICES, None),
+        (State(), DEVICES, None),
+    ],
+    ids=["ended", "without devices", "with an engine", "without a journal"],
+)
+def test_an_empty_fleet_names_the_command_that_starts_it(
+    state: State, devices: tuple[str, ...], command: str | None, tmp_path: Path
+) -> None:
+    """It is that of the file's first fleet; before any node has joined, the user chooses one."""
+    assert desired(state, tmp_path, devices).command_to_start() == command
+
+
+@pytest.mark.parametrize(
+    ("state", "tps"),
+    [
+        (ENDED, [2, 1, 1]),
+        (LEFT, [1]),
+        (State(changed_at=1.0, is_manual=True, resting=frozenset({"cpu0"})), []),
+        (State(changed_at=1.0, blocked_tps=frozenset({2})), []),
+    ],
+    ids=["ended", "with an engine", "drained by hand", "given up"],
+)
+def test_an_empty_fleet_that_is_to_be_planned_gets_its_first_engines(
+    state: State, tps: list[int], tmp_path: Path
+) -> None:
+    """Without engines there are no trajectories, and without these no plans. But devices that an operator took out of
+    use, and sizes that were given up, come back only with an operator's fleet."""
+    (record,) = desired(state, tmp_path).let_plans_decide([])
+    after = fold(state, record)
+    assert [one.tp for one in after.wanted] == tps and not after.is_manual
+    assert (after.resting, after.blocked_tps) == (state.resting, state.blocked_tps)
