@@ -61,8 +61,8 @@ def whole(text: str) -> int:
 
 
 def seed(text: str) -> int:
-    """A whole number of 64 bits: JSON results contain it."""
-    return _checked(text, int, lambda value: abs(value) < 2**63, "a whole number of 64 bits")
+    """A whole number from 0 that JSON results can contain. Python's generators draw the same from -1 as from 1."""
+    return _checked(text, int, lambda value: 0 <= value < 2**63, "a whole number from 0 to 2^63 - 1")
 
 
 def port(text: str) -> int:

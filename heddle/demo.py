@@ -10,7 +10,7 @@ import uvloop
 from rich.console import Console
 
 from engines.children import LaunchError, child, free_port
-from heddle.arguments import count, positive, why
+from heddle.arguments import count, positive, seed, why
 from heddle.rollouts import START_TIMEOUT_S, local_gateway, play
 from loadtest.display import print_results
 from loadtest.replayer import ReplaySettings
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--law", default="coding", help="coding, search or math, alone or with -light, -heavy, -pareto, -even"
     )
     parser.add_argument("--trajectories", type=count, default=128, metavar="N", help="default: %(default)s")
-    parser.add_argument("--seed", type=int, default=1, help="seed of the rollout")
+    parser.add_argument("--seed", type=seed, default=1, help="seed of the rollout")
     parser.add_argument("--engines", type=count, default=4, metavar="N", help="default: %(default)s")
     parser.add_argument("--slots", type=count, default=32, help="concurrent turns of an engine")
     parser.add_argument("--kv-tokens", type=count, default=60_000, help="KV capacity of an engine")

@@ -20,6 +20,7 @@ import uvloop
 from rich.console import Console
 
 from engines.children import LaunchError
+from heddle.arguments import seed
 from heddle.loop_rollout import MIN_GAIN_SHARE, PREDICTOR, Loop, Seen, rollout
 from simulator import runs
 from simulator.conditions import Reshape
@@ -37,7 +38,7 @@ def main() -> int:
     parser.add_argument("--scenario", type=Path, default=Path("scenarios/coding-14b-1600.toml"))
     parser.add_argument("--trajectories", type=int, help="fewer than the scenario has")
     parser.add_argument("--gpus", type=int, help="fewer than the scenario has; whole nodes of 8")
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seed", type=seed, default=1)
     parser.add_argument("--speed-up", type=float, default=1.0, help="virtual seconds per second")
     parser.add_argument("--interval-s", type=float, default=30.0, help="virtual seconds between plans")
     parser.add_argument("--start-s", type=float, default=10.8, help="virtual seconds that an engine takes to start")

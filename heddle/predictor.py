@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
-from heddle.arguments import Help, count, out_file, why
+from heddle.arguments import Help, count, out_file, seed, why
 from predictor.evaluation import MIN_TRAJECTORIES, Row, Split, evaluate, folds, markdown
 from predictor.named import PREDICTORS, predictor_named
 from predictor.replay import Arrival
@@ -81,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             metavar="N",
             help="number drawn from a law (default: %(default)s)",
         )
-        one.add_argument("--seed", type=int, default=1, help="seed of the draw (default: %(default)s)")
+        one.add_argument("--seed", type=seed, default=1, help="seed of the draw (default: %(default)s)")
 
 
 def run(parsed: argparse.Namespace) -> int:

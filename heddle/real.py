@@ -14,7 +14,7 @@ from engines.children import LaunchError
 from engines.http import FAULTS, HttpClient
 from engines.local_vllm import DEFAULT_VENV, LocalVllm, launch_all
 from engines.tiny_model import make_tiny_model
-from heddle.arguments import count, why
+from heddle.arguments import count, seed, why
 from heddle.rollouts import local_gateway, play
 from loadtest.display import print_results
 from loadtest.replayer import ReplaySettings
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--trace", type=Path, metavar="FILE", help="JSON lines of trajectories (default: draw from the coding law)"
     )
     parser.add_argument("--trajectories", type=count, default=32, metavar="N", help="default: %(default)s")
-    parser.add_argument("--seed", type=int, default=1, help="seed of the rollout")
+    parser.add_argument("--seed", type=seed, default=1, help="seed of the rollout")
     parser.add_argument("--engines", type=count, default=2, metavar="N", help="default: %(default)s")
     parser.add_argument("--slots", type=count, default=4, help="concurrent turns of an engine")
     parser.add_argument("--max-context-tokens", type=count, default=3_000, help="lengths are scaled to fit")

@@ -14,7 +14,7 @@ from urllib.request import getproxies, proxy_bypass
 
 from rich.console import Console
 
-from heddle.arguments import Help, count, out_file, positive, share, whole, why
+from heddle.arguments import Help, count, out_file, positive, seed, share, whole, why
 from loadtest.agent import Identity
 from loadtest.clients import INITIAL_BACKOFF_S, MAX_BACKOFF_S, RequestFailed
 from loadtest.display import RolloutProgress, print_results
@@ -85,7 +85,7 @@ def _add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     source.add_argument("--law", help="coding, search or math, alone or with -light, -heavy, -pareto, -even")
     add = parser.add_argument
     add("--trajectories", "--limit", type=count, metavar="N", help="default: 64 from a law, all from a trace")
-    add("--seed", type=int, default=1, help="seed of the draw (default 1)")
+    add("--seed", type=seed, default=1, help="seed of the draw (default 1)")
     add("--scale", type=positive, default=1.0, help="multiplies lengths")
     add("--tool-scale", type=positive, help="multiplies tool times (default: as lengths)")
     add("--max-context-tokens", type=count, help="scale lengths until every trajectory fits")

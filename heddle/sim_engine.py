@@ -10,7 +10,7 @@ from engines.listener import bound
 from engines.profiles import load_profile, profile_names
 from engines.simulated.server import run as run_engine
 from engines.simulated.settings import SimulatedEngineSettings
-from heddle.arguments import count, port, positive, seconds
+from heddle.arguments import count, port, positive, seconds, seed
 
 _EPILOG = """examples:
   heddle sim-engine --port 8000
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--kv-transfer", action="store_true", help="vLLM's NixlConnector: KV can be fetched by others")
     parser.add_argument("--kv-tier", type=Path, metavar="FOLDER", help="KV is shared with all servers of this folder")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the faults")
+    parser.add_argument("--seed", type=seed, default=0, help="seed of the faults")
 
 
 def run(parsed: argparse.Namespace) -> int:

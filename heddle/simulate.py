@@ -122,8 +122,8 @@ def _scenario(parsed: argparse.Namespace) -> Scenario:
         scenario = dataclasses.replace(scenario, fleet=dataclasses.replace(scenario.fleet, tp=tuple(parsed.tp)))
     return dataclasses.replace(
         scenario,
-        policies=tuple(parsed.policy or scenario.policies),
-        seeds=tuple(parsed.seed or scenario.seeds),
+        policies=tuple(dict.fromkeys(parsed.policy or scenario.policies)),
+        seeds=tuple(dict.fromkeys(parsed.seed or scenario.seeds)),
         predictor=scenario.predictor if parsed.predictor is None else parsed.predictor,
     )
 

@@ -162,7 +162,12 @@ class Scenario:
 
     def __post_init__(self) -> None:
         assert self.policies and self.seeds, "policies and seeds: at least one of each"
-        assert all(abs(seed) <= _MAX_SEED for seed in self.seeds), f"seeds: from {-_MAX_SEED} to {_MAX_SEED}"
+        # Python's generators draw the same from -1 as from 1.
+        assert all(0 <= seed <= _MAX_SEED for seed in self.seeds), f"seeds: from 0 to {_MAX_SEED}"
+        for name, listed in (("policies", self.policies), ("seeds", self.seeds)):
+            # A mean would count the same run twice.
+            repeated = next((one for one in listed if listed.count(one) > 1), None)
+            assert repeated is None, f"{name}: {repeated} is there twice"
         assert self.epochs >= 1, "epochs: at least 1"
         assert self.earlier >= 0, "earlier: at least 0"
         assert 0 < self.limits.kv_watermark <= 1, "limits.kv_watermark: a share above 0, 1 at most"

@@ -44,9 +44,10 @@ def engine(**more: Any) -> SimulatedEngineSettings:
 
 
 async def test_policies_are_played_and_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each policy with each seed; what is simulated depends on profile, policy and seed alone."""
+    """Each policy once with each seed, also if it is given twice; what is simulated depends on profile,
+    policy and seed alone."""
     async with serve_engine(engine()) as first, serve_engine(engine()) as second:
-        policies = ("--policy", "round-robin", "--policy", "heddle", "--seed", "1", "--seed", "2")
+        policies = ("--policy", "round-robin", *("--policy", "heddle") * 2, "--seed", "1", "--seed", "2")
         assert await run(parse(tmp_path, first, second, *SMALL, *policies)) == 0
     written = json.loads((tmp_path / "trial.json").read_bytes())
     gap_ms = written["profile"]["request_gap_ms"]

@@ -191,11 +191,22 @@ def test_invalid_arguments_are_reported_in_one_line(
     assert error.startswith("heddle simulate: ") and message in error and error.count("\n") == 1
 
 
-def test_a_seed_that_json_cannot_hold_is_refused(scenario: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """At the start: the runs would be lost when they are written."""
+@pytest.mark.parametrize("seed", [2**63, -1])
+def test_a_seed_that_json_cannot_hold_or_below_0_is_refused(
+    seed: int, scenario: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At the start: the runs would be lost when they are written, or -1 would count the runs of 1 again."""
     with pytest.raises(SystemExit) as ended:
-        main(["simulate", scenario, "--seed", str(2**63)])
-    assert ended.value.code == 2 and "--seed: must be a whole number of 64 bits" in capsys.readouterr().err
+        main(["simulate", scenario, "--seed", str(seed)])
+    assert ended.value.code == 2 and "--seed: must be a whole number from 0 to 2^63 - 1" in capsys.readouterr().err
+
+
+def test_a_policy_or_a_seed_given_twice_is_played_once(scenario: str, tmp_path: Path) -> None:
+    """A mean would count the same run twice."""
+    out = tmp_path / "runs.json"
+    twice = ("--policy", "slime", "--policy", "slime", "--seed", "2", "--seed", "2")
+    assert main(["simulate", scenario, "--tp", "4", *twice, "--json", str(out)]) == 0
+    assert len(json.loads(out.read_bytes())["runs"]) == 1
 
 
 def test_the_table_is_printed_even_if_the_json_cannot_be_written(
