@@ -68,8 +68,12 @@ class ChatClient(Protocol):
             RequestFailed: After all retries.
         """
 
-    async def get(self, path: str) -> dict[str, Any] | None:
-        """The JSON object at a path below the base URL; None if the server has none."""
+    async def get(self, path: str) -> dict[str, Any]:
+        """The JSON object at a path below the base URL.
+
+        Raises:
+            RequestFailed: Also if the server does not know the path.
+        """
 
     async def post(self, path: str) -> dict[str, Any] | None:
         """The answer to an empty POST; None if the server does not know the path."""
@@ -102,14 +106,14 @@ class SdkClient:
                 await asyncio.sleep(backoff_s(attempt))
         raise AssertionError("the last attempt returns or raises")
 
-    async def get(self, path: str) -> dict[str, Any] | None:
-        return await self._known_there(self._sdk.get(path, cast_to=dict[str, Any]))
+    async def get(self, path: str) -> dict[str, Any]:
+        return await _object(self._sdk.get(path, cast_to=dict[str, Any]))
 
     async def post(self, path: str) -> dict[str, Any] | None:
-        return await self._known_there(self._sdk.post(path, body={}, cast_to=dict[str, Any]))
+        return await if_known(_object(self._sdk.post(path, body={}, cast_to=dict[str, Any])))
 
     async def delete(self, path: str) -> dict[str, Any] | None:
-        return await self._known_there(self._sdk.delete(path, cast_to=dict[str, Any]))
+        return await if_known(_object(self._sdk.delete(path, cast_to=dict[str, Any])))
 
     async def aclose(self) -> None:
         await self._sdk.close()
@@ -137,14 +141,15 @@ class SdkClient:
                 raw.headers.get("x-trajectory-id"),
             )
 
-    async def _known_there(self, request: Awaitable[dict[str, Any]]) -> dict[str, Any] | None:
-        try:
-            with _mapped_errors():
-                return dict(await request or {})
-        except RequestFailed as error:
-            if error.status in NOT_KNOWN_THERE:
-                return None
-            raise
+
+async def if_known(request: Awaitable[dict[str, Any]]) -> dict[str, Any] | None:
+    """What a client's request gives; None if the server does not know its path."""
+    try:
+        return await request
+    except RequestFailed as error:
+        if error.status in NOT_KNOWN_THERE:
+            return None
+        raise
 
 
 def root_of(base_url: str) -> str:
@@ -163,12 +168,18 @@ def queued_s_of(headers: Mapping[str, str]) -> float | None:
     return None if queued_ms is None else float(queued_ms) / 1_000
 
 
+async def _object(request: Awaitable[dict[str, Any]]) -> dict[str, Any]:
+    with _mapped_errors():
+        return dict(await request or {})
+
+
 @contextmanager
 def _mapped_errors() -> Iterator[None]:
     try:
         yield
     except openai.APIStatusError as error:
-        raise RequestFailed(f"HTTP {error.status_code}: {error.message}", error.status_code) from error
+        said = error.body.get("message") if isinstance(error.body, dict) else None
+        raise RequestFailed(f"HTTP {error.status_code}: {said or error.message}", error.status_code) from error
     except openai.APIConnectionError as error:
         raise RequestFailed(f"no answer: {error.__cause__ or error}") from error
     except (openai.APIError, *NONSENSE) as error:

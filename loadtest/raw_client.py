@@ -21,10 +21,10 @@ import orjson
 from loadtest.agent import Address
 from loadtest.answers import NONSENSE, Assembly, StreamBroken, add_completion, add_event
 from loadtest.clients import (
-    NOT_KNOWN_THERE,
     Reply,
     RequestFailed,
     backoff_s,
+    if_known,
     queued_s_of,
     root_of,
 )
@@ -113,21 +113,21 @@ class RawClient:
                 raise RequestFailed(f"not an answer of this API: {error!r}", num_retries=attempt) from error
         raise AssertionError("the last attempt returns or raises")
 
-    async def get(self, path: str) -> dict[str, Any] | None:
+    async def get(self, path: str) -> dict[str, Any]:
         return await self._json("GET", path, b"")
 
     async def post(self, path: str) -> dict[str, Any] | None:
-        return await self._json("POST", path, b"{}")
+        return await if_known(self._json("POST", path, b"{}"))
 
     async def delete(self, path: str) -> dict[str, Any] | None:
-        return await self._json("DELETE", path, b"")
+        return await if_known(self._json("DELETE", path, b""))
 
     async def aclose(self) -> None:
         for connection in self._idle:
             connection.writer.close()
         self._idle.clear()
 
-    async def _json(self, method: str, path: str, payload: bytes) -> dict[str, Any] | None:
+    async def _json(self, method: str, path: str, payload: bytes) -> dict[str, Any]:
         for attempt in range(self._max_retries + 1):
             try:
                 async with (
@@ -136,8 +136,6 @@ class RawClient:
                 ):
                     return dict(orjson.loads(await response.body() or b"{}"))
             except (OSError, EOFError, RequestFailed) as error:
-                if isinstance(error, RequestFailed) and error.status in NOT_KNOWN_THERE:
-                    return None
                 await self._before_retry(attempt, error)
             except NONSENSE as error:
                 raise RequestFailed(f"not an answer of this API: {error!r}", num_retries=attempt) from error

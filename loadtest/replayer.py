@@ -19,7 +19,7 @@ from urllib.parse import quote
 from uuid import uuid4
 
 from loadtest.agent import Conversation, Identity, Writer, address_of, chat_body, sent_id
-from loadtest.clients import ChatClient, RequestFailed, SdkClient
+from loadtest.clients import ChatClient, RequestFailed, SdkClient, if_known
 from loadtest.raw_client import RawClient
 from loadtest.results import RolloutResult, TrajectoryResult, TurnResult
 from workloads.trajectories import Trajectory, Turn, Workload
@@ -71,7 +71,7 @@ class ReplaySettings:
 
 async def queued_by_trajectory_route(client: ChatClient, trajectory_id: str) -> Sequence[float | None] | None:
     """The queueing times that the gateway reports: `queued_s` of the turns of `GET /v1/trajectories/{id}`."""
-    record = await client.get(f"/trajectories/{quote(trajectory_id, safe='')}")
+    record = await if_known(client.get(f"/trajectories/{quote(trajectory_id, safe='')}"))
     return None if record is None else [turn.get("queued_s") for turn in record.get("turns", ())]
 
 
@@ -128,9 +128,12 @@ def _new_client(settings: ReplaySettings) -> ChatClient:
 
 
 async def _first_model(client: ChatClient) -> str:
-    listed = await client.get("/models") or {}
+    try:
+        listed = await client.get("/models")
+    except RequestFailed as failure:
+        raise RequestFailed(f"the server does not list its models: {failure}", failure.status) from failure
     if not listed.get("data"):
-        raise RequestFailed("the server lists no model; name one")
+        raise RequestFailed("the server lists no model: no engine is ready there, perhaps not yet; or name a model")
     return str(listed["data"][0]["id"])
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from heddle.replay import add_arguments, run
+from tests.support.gateway import running_gateway
 from tests.support.toy_chat import Faults, ToyChat, serve
 
 SMALL = ["--law", "math", "--trajectories", "3", "--scale", "0.01"]
@@ -92,6 +93,27 @@ async def test_an_unreachable_server_is_reported(client: str, capsys: pytest.Cap
     args = parse("--base-url", "http://127.0.0.1:9/v1", *SMALL, "--client", client, "--max-retries", "0")
     assert await run(args) == 2
     assert "heddle replay: " in capsys.readouterr().err
+
+
+async def test_a_gateway_that_lists_no_model_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    """The base URL lacks its /v1, or no engine is ready: both were a model that is to be named."""
+    async with running_gateway() as gateway:
+        assert await run(parse("--base-url", gateway.url, *SMALL)) == 2
+        without_v1 = capsys.readouterr().err
+        assert await run(parse("--base-url", f"{gateway.url}/v1", *SMALL)) == 2
+    assert "HTTP 404: Unknown route: GET /models. Did you mean /v1/models? Then the client's base" in without_v1
+    assert "the server lists no model: no engine is ready there" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("client", ["sdk", "raw"])
+async def test_a_server_without_a_list_of_models_is_named_with_its_answer(
+    client: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Such as one of another kind."""
+    with serve(ToyChat()) as url:
+        assert await run(parse("--base-url", f"{url}/other/v1", *SMALL, "--client", client)) == 2
+    error = capsys.readouterr().err
+    assert "heddle replay: the server does not list its models: HTTP 404: " in error and "no such route" in error
 
 
 def test_the_examples_in_help_parse(capsys: pytest.CaptureFixture[str]) -> None:
