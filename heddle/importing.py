@@ -29,6 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(parsed: argparse.Namespace) -> int:
     """Read, write and report what it was."""
     try:
+        if parsed.out.exists() and parsed.out.samefile(parsed.file):
+            raise TraceError(f"--out: {parsed.out} is the file to read, and would be overwritten")
         format_name = parsed.format or detect_format(parsed.file)
         workload = import_trace(parsed.file, format_name)
         write_trace(workload, parsed.out)

@@ -88,3 +88,14 @@ def test_an_event_log_given_as_a_trace_is_refused_with_the_importer(
     assert main(["import", str(log), "--out", str(out)]) == 0
     assert "24 trajectories in 2 groups" in capsys.readouterr().out
     assert main(["simulate", "--trace", str(out), "--fleet", str(tmp_path / "fleet.toml")]) == 0
+
+
+def test_a_log_is_not_overwritten_with_its_trace(log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also under another name: what was recorded would be lost."""
+    content, link = log.read_bytes(), tmp_path / "link.jsonl"
+    link.symlink_to(log)
+    for out in (log, link):
+        assert main(["import", str(log), "--out", str(out)]) == 2
+        error = f"heddle import: --out: {out} is the file to read, and would be overwritten\n"
+        assert capsys.readouterr().err == error
+    assert log.read_bytes() == content
