@@ -39,8 +39,15 @@ def learn_events(predictor: Predictor, path: Path) -> tuple[int, int]:
         try:
             log.take(said)
         except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
-            raise ValueError(f"{path}, line {number}: not a line of an event log ({error!r})") from None
+            raise ValueError(f"{path}, line {number}: {_fault(said, error)}") from None
     return log.num_ended, log.num_partial
+
+
+def _fault(said: dict[str, Any], error: Exception) -> str:
+    """What is wrong with a line that could not be taken."""
+    if "turns" in said:
+        return "not a line of an event log but of a trace, which --trace takes"
+    return f"not a line of an event log: {f'it lacks {error}' if isinstance(error, KeyError) else error}"
 
 
 class _Log:

@@ -225,6 +225,23 @@ def test_a_line_that_is_not_an_event_is_named(line: bytes, tmp_path: Path) -> No
         learn_events(TabularPredictor(), path)
 
 
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        ({"trajectory_id": "t", "turns": []}, "not a line of an event log but of a trace, which --trace takes"),
+        ({"kind": "event"}, "not a line of an event log: it lacks 'type'"),
+    ],
+)
+def test_a_file_that_is_no_event_log_is_refused_in_words(
+    line: dict[str, object], fault: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A trace is told apart, since it can be learned from too."""
+    path = tmp_path / "agents.jsonl"
+    path.write_text(json.dumps(line) + "\n")
+    assert main(["predictor", "train", "--events", str(path), "--out", str(tmp_path / "model")]) == 2
+    assert capsys.readouterr().err == f"heddle predictor train: {path}, line 1: {fault}\n"
+
+
 def test_a_line_with_a_number_too_large_for_a_float_is_named(tmp_path: Path) -> None:
     """A broken engine may report anything."""
     path = tmp_path / "events.jsonl"
