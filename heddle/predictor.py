@@ -122,8 +122,11 @@ def _train(parsed: argparse.Namespace) -> int:
     num = sum(learn_trajectories(predictor, load_trace(path).trajectories) for path in parsed.trace)
     num += sum(learn_trajectories(predictor, _drawn(parsed, law, parsed.seed)) for law in parsed.law)
     for path in parsed.events:
-        num_ended, num_partial = learn_events(predictor, path)
+        cut: list[int] = []
+        num_ended, num_partial = learn_events(predictor, path, cut.append)
         num += num_ended
+        for number in cut:
+            print(f"{path}, line {number}, the last, is cut off and was skipped.")
         if num_partial:
             print(
                 f"{path}: skipped {num_partial:,} trajectories whose first turns are not in it; "

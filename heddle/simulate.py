@@ -201,6 +201,10 @@ def _replay(parsed: argparse.Namespace, console: Console) -> int:
         print(f"heddle simulate: {why(error)}", file=sys.stderr)
         return 2
     console.print(f"{replayed.num_events:,} events led to {replayed.num_actions:,} actions, the same as recorded.")
+    if replayed.cut_line is not None:
+        console.print(
+            f"{parsed.events}, line {replayed.cut_line}, the last, is cut off and was skipped.", soft_wrap=True
+        )
     difference = replayed.difference
     if difference is None:
         return 0

@@ -3,7 +3,7 @@
 The model is what the predictor would have learned had it served them, so there is only one way to learn.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,11 @@ def learn_trajectories(predictor: Predictor, trajectories: Sequence[Trajectory])
     return len(trajectories)
 
 
-def learn_events(predictor: Predictor, path: Path) -> tuple[int, int]:
+def learn_events(predictor: Predictor, path: Path, on_cut: Callable[[int], object] | None = None) -> tuple[int, int]:
     """Play a gateway's event log, gzipped or not, to the predictor.
+
+    Args:
+        on_cut: called with the number of the last line if that is cut off, and skipped. None: that is an error.
 
     Returns:
         How many trajectories it learned from; and how many it skipped because not all their turns are in the log, which
@@ -35,7 +38,7 @@ def learn_events(predictor: Predictor, path: Path) -> tuple[int, int]:
         OSError: it cannot be read.
     """
     log = _Log(predictor)
-    for number, _, said in json_lines(path):
+    for number, _, said in json_lines(path, on_cut):
         try:
             log.take(said)
         except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:

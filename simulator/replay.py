@@ -6,10 +6,9 @@ A log is what the gateway's event log and `heddle simulate --log` write: a JSON 
 further one means that a new process made a new scheduler. Without such a line, the log must begin with an empty
 scheduler, and the caller names its policy. After a line of kind `continued`, with which a gateway begins the file after
 a full one, lines are skipped until a process starts, unless the full file's lines come before it. Lines of other kinds
-are skipped. The file may be gzipped.
+are skipped, and a last line that is cut off. The file may be gzipped.
 """
 
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -41,11 +40,16 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """The result of a replay: how much agreed before the difference, if there is one."""
+    """The result of a replay: how much agreed before the difference, if there is one.
+
+    Args:
+        cut_line: the number of the last line, if it is cut off. It was not played.
+    """
 
     num_events: int
     num_actions: int
     difference: Difference | None
+    cut_line: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,19 +99,20 @@ def replay(path: Path, policy_name: str | None = None) -> Replayed:
             no event, or no such policy, or the log names another.
         OSError: the file cannot be read.
     """
-    replayed = _replay(json_lines(path), path, policy_name)
+    replayed = _replay(path, policy_name)
     if not replayed.num_events:
         raise ValueError(f"{path}: no event in it")
     return replayed
 
 
-def _replay(lines: Iterator[tuple[int, bytes, dict[str, Any]]], path: Path, policy_name: str | None) -> Replayed:
+def _replay(path: Path, policy_name: str | None) -> Replayed:
     scheduler: Scheduler | None = None
     due: list[bytes] = []
     event_line = b""
     num_events = num_actions = number = 0
     is_without_beginning = False
-    for number, line, said in lines:
+    cut: list[int] = []
+    for number, line, said in json_lines(path, on_cut=cut.append):
         match said.get("kind"):
             case "continued":
                 is_without_beginning = scheduler is None
@@ -142,6 +147,8 @@ def _replay(lines: Iterator[tuple[int, bytes, dict[str, Any]]], path: Path, poli
                 due.pop(0)
     if is_without_beginning:
         raise ValueError(f"{path}: it continues an older file, whose lines must come before it")
+    if cut:  # what is due was there, or comes after
+        return Replayed(num_events, num_actions, None, cut[0])
     difference = Difference(number + 1, event_line, None, due[0]) if due else None
     return Replayed(num_events, num_actions, difference)
 

@@ -154,13 +154,18 @@ def open_bytes(path: Path) -> Iterator[IO[bytes]]:
         raise TraceError(f"{path}: a damaged gzip file, perhaps not all of it: {error}") from error
 
 
-def json_lines(path: Path) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
+def json_lines(
+    path: Path, on_cut: Callable[[int], object] | None = None
+) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
     """The lines of a file of JSON objects: number, bytes with this project's line end, and the object. Empty lines are
     skipped.
 
+    Args:
+        on_cut: Called with the number of a last line that has no line end and is no JSON, as in a log that was copied
+            while it was written. None: that is an error.
+
     Raises:
-        ValueError: While it is read, if a line is no JSON object; the message names file and line.
-        TraceError: While it is read, if the file is damaged.
+        TraceError: While it is read, if a line is no JSON object, or the file is damaged; the message names the file.
         OSError: If it cannot be read.
     """
     with open_bytes(path) as lines:
@@ -171,9 +176,12 @@ def json_lines(path: Path) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
             try:
                 said = orjson.loads(content)
             except orjson.JSONDecodeError as error:
-                raise ValueError(f"{path}, line {number}: not JSON: {error.msg}: column {error.colno}") from error
+                if on_cut is not None and not line.endswith(b"\n"):
+                    on_cut(number)
+                    return
+                raise TraceError(f"{path}, line {number}: not JSON: {error.msg}: column {error.colno}") from error
             if not isinstance(said, dict):
-                raise ValueError(f"{path}, line {number}: not a JSON object")
+                raise TraceError(f"{path}, line {number}: not a JSON object")
             yield number, content + b"\n", said
 
 

@@ -265,6 +265,20 @@ def test_the_commands_train_and_evaluate(tmp_path: Path, capsys: pytest.CaptureF
     assert "| tabular |" in shown and "| *three siblings* |" in shown
 
 
+def test_a_last_line_that_is_cut_off_is_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A log may be copied while the gateway writes it. A broken line in the middle is an error."""
+    events, model = tmp_path / "events.jsonl", tmp_path / "model.json"
+    train = ["predictor", "train", "--events", str(events), "--out", str(model)]
+    whole, cut = b"\n".join(logged("t", 900, "finished")), logged("u", 9, "finished")[0][:40]
+    events.write_bytes(whole + b"\n" + cut)
+    assert main(train) == 0
+    printed = capsys.readouterr().out
+    assert f"{events}, line 5, the last, is cut off and was skipped." in printed and "on 1 trajectories" in printed
+    events.write_bytes(cut + b"\n" + whole)
+    assert main(train) == 2
+    assert f"{events}, line 1: not JSON: " in capsys.readouterr().err
+
+
 def test_a_rollout_of_single_turns_teaches_the_next_one() -> None:
     """Nothing is reported between a single turn's start and its end; that lengths follow prompt lengths is learned all
     the same."""

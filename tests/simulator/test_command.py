@@ -100,6 +100,22 @@ def test_a_replay_that_differs_shows_where_and_fails(
     assert printed.count('"kind":"event"') == 1 and printed.count('"kind":"action"') == 2
 
 
+def test_a_replay_says_that_it_skipped_a_cut_line(
+    scenario: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The log was copied while it was written: exit status 0. A broken line in the middle is an error."""
+    log = tmp_path / "events.jsonl"
+    assert main(["simulate", scenario, "--policy", "verl", "--tp", "2", "--log", str(log)]) == 0
+    lines = log.read_bytes().splitlines(keepends=True)
+    log.write_bytes(b"".join(lines)[:-9])
+    capsys.readouterr()
+    assert main(["simulate", "replay", str(log)]) == 0
+    assert f"{log}, line {len(lines)}, the last, is cut off and was skipped.\n" in capsys.readouterr().out
+    log.write_bytes(b"".join([*lines[:7], lines[7][:-9] + b"\n", *lines[8:]]))
+    assert main(["simulate", "replay", str(log)]) == 2
+    assert f"{log}, line 8: not JSON: " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

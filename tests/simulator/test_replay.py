@@ -69,6 +69,18 @@ def test_the_first_line_that_differs_is_named(tmp_path: Path) -> None:
     assert difference is not None and (difference.recorded, difference.replayed) == (None, lines[first])
 
 
+@pytest.mark.parametrize("kind", ["TurnArrived", "Dispatch"])
+def test_a_last_line_that_is_cut_off_is_skipped(kind: str, tmp_path: Path) -> None:
+    """A log may be copied while it is written. What was due then is no difference."""
+    path = written(tmp_path / "events.jsonl", "heddle")
+    lines = path.read_bytes().splitlines(keepends=True)
+    number = next(n for n, line in enumerate(lines, start=1) if f'"{kind}"'.encode() in line)
+    path.write_bytes(b"".join(lines[: number - 1]) + lines[number - 1][:-9])
+    replayed = replay(path)
+    assert (replayed.difference, replayed.cut_line) == (None, number)
+    assert replayed.num_events + replayed.num_actions == number - 2
+
+
 def test_a_log_of_the_gateway_is_replayed_without_a_start(tmp_path: Path) -> None:
     """The gateway's own writer produces the lines that a replay compares, for every event and action."""
     log = EventLog(str(tmp_path / "gateway.jsonl"), 2**30)
@@ -145,7 +157,7 @@ def test_a_broken_log_is_refused_with_its_line(tmp_path: Path) -> None:
     """Whatever is wrong, the message names the line."""
     path = tmp_path / "events.jsonl"
     for content, message in (
-        (b"{", "events.jsonl, line 1"),
+        (b"{\n", "events.jsonl, line 1: not JSON: "),
         (b"[]\n", "events.jsonl, line 1: not a JSON object"),
         (b'{"at":0.0,"kind":"event","type":"Dance"}\n', "events.jsonl, line 1: no event is called 'Dance'"),
         (b'{"at":0.0,"kind":"event","type":"EngineLost"}\n', "events.jsonl, line 1: engine_id: missing"),

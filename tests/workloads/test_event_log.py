@@ -99,3 +99,17 @@ def test_a_log_is_not_overwritten_with_its_trace(log: Path, tmp_path: Path, caps
         error = f"heddle import: --out: {out} is the file to read, and would be overwritten\n"
         assert capsys.readouterr().err == error
     assert log.read_bytes() == content
+
+
+def test_a_last_line_that_is_cut_off_is_left_out(log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A log can be copied while its gateway writes it, even in the midst of a letter. A broken line in the middle is
+    an error."""
+    lines, out = log.read_bytes().splitlines(keepends=True), str(tmp_path / "out.jsonl")
+    whole, cut = import_trace(log), '{"type":"TurnArrived","group_id":"é'.encode()[:-1]
+    log.write_bytes(b"".join([*lines, cut]))
+    assert main(["import", str(log), "--out", out]) == 0
+    assert f"Left out: line {len(lines) + 1:,}, the last, which is cut off.\n" in capsys.readouterr().out
+    assert lengths(load_trace(out)) == lengths(whole)
+    log.write_bytes(b"".join([*lines[:7], lines[7][:30] + b"\n", *lines[8:]]))
+    assert main(["import", str(log), "--out", out]) == 2
+    assert f"{log}, line 8: not JSON: " in capsys.readouterr().err

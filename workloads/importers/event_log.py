@@ -5,7 +5,7 @@
     {"at": 9.0, "kind": "action", "type": "Save", "record": {"trajectory_id": "t", "num_turns": 1, ...}}
 
 A trajectory is a session. One that began in an older file is left out: its record counts more turns than the log has.
-One that still runs at the log's end is cut there.
+One that still runs at the log's end is cut there, and a last line that is cut off is left out.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from workloads.importers.calls import Call, workload_of_sessions
-from workloads.importers.records import Record, read_records
-from workloads.traces import TraceError
+from workloads.importers.records import Record
+from workloads.traces import TraceError, json_lines
 from workloads.trajectories import Workload
 
 
@@ -37,7 +37,9 @@ def read_event_log(path: Path) -> Workload:
     sessions: dict[str, list[Call]] = {}
     groups: dict[str, str] = {}
     num_turns: dict[str, int] = {}
-    for record in read_records(path):
+    cut: list[int] = []
+    for number, _, fields in json_lines(path, on_cut=cut.append):
+        record = Record(fields, f"{path}, line {number}")
         match record.fields.get("type"):
             case "TurnArrived":
                 trajectory_id = record.text("trajectory_id")
@@ -56,8 +58,10 @@ def read_event_log(path: Path) -> Workload:
     if num_older and not whole:
         raise TraceError(f"{path}: all trajectories in it began in an older file, whose lines must come before it")
     workload = workload_of_sessions(path.name.split(".")[0], whole, groups)
-    left_out = f"trajectories that began in an older file, whose lines must come before it: {num_older:,}"
-    return replace(workload, left_out=left_out if num_older else "")
+    left_out = [f"line {number:,}, the last, which is cut off" for number in cut]
+    if num_older:
+        left_out.append(f"trajectories that began in an older file, whose lines must come before it: {num_older:,}")
+    return replace(workload, left_out="; ".join(left_out))
 
 
 def _call(finished: Record, started_at_s: float) -> Call:
