@@ -3,7 +3,8 @@
 import asyncio
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from heapq import nsmallest
 from itertools import chain
 from typing import Annotated, Any
@@ -16,7 +17,14 @@ from engines.validation_errors import numbers
 from gateway.api.parts import part
 from gateway.clock import Clock
 from gateway.config import Settings
-from gateway.http.refusals import bad_request, conflict, unknown_rollout, unknown_trajectory
+from gateway.http.refusals import (
+    Refused,
+    bad_request,
+    conflict,
+    method_not_allowed,
+    unknown_rollout,
+    unknown_trajectory,
+)
 from gateway.passes import Passes
 from gateway.state import ledger as ledgers
 from gateway.state.driver import Driver
@@ -235,6 +243,8 @@ async def entries_of(rollout_id: str, ledger: Ledger, passes: Passes) -> list[En
 
 
 _Here = Annotated[Trajectories, part(Trajectories)]
+# The routes of a trajectory that only take POST.
+_POSTED = ("/finish", "/reward")
 
 
 def add_trajectories(app: FastAPI) -> None:
@@ -265,9 +275,10 @@ def add_trajectories(app: FastAPI) -> None:
         return Response(await trajectories.page(rollout, state, after, limit), media_type="application/json")
 
     @app.get("/v1/trajectories/{trajectory_id:path}", tags=["trajectories"])
-    async def trajectory(trajectories: _Here, trajectory_id: str) -> dict[str, Any]:
+    async def trajectory(trajectories: _Here, trajectory_id: str, request: Request) -> dict[str, Any]:
         """One trajectory with its turns: times, tokens, engine, priority, and why."""
-        entry = trajectories.entry(trajectory_id)
+        with _wrong_method(request, trajectory_id, *_POSTED):
+            entry = trajectories.entry(trajectory_id)
         return {
             **ledgers.as_json(entry),
             "turns": list(entry.turns),
@@ -280,9 +291,10 @@ def add_trajectories(app: FastAPI) -> None:
         return await trajectories.close(trajectory_id, abort=False)
 
     @app.delete("/v1/trajectories/{trajectory_id:path}", tags=["trajectories"])
-    async def abort(trajectories: _Here, trajectory_id: str) -> dict[str, Any]:
+    async def abort(trajectories: _Here, trajectory_id: str, request: Request) -> dict[str, Any]:
         """Abort a trajectory: running turns are stopped, later ones refused."""
-        return await trajectories.close(trajectory_id, abort=True)
+        with _wrong_method(request, trajectory_id, *_POSTED):
+            return await trajectories.close(trajectory_id, abort=True)
 
     @app.post("/finish_session", tags=["trajectories"])
     async def finish_session(trajectories: _Here, session_id: str) -> dict[str, Any]:
@@ -298,11 +310,26 @@ def add_trajectories(app: FastAPI) -> None:
         return await trajectories.close(program_id, abort=False)
 
     @app.get("/v1/rollouts/{rollout_id:path}", tags=["trajectories"])
-    async def rollout(trajectories: _Here, rollout_id: str) -> dict[str, Any]:
+    async def rollout(trajectories: _Here, rollout_id: str, request: Request) -> dict[str, Any]:
         """A rollout: its trajectories by state, its tokens, its time."""
-        return await trajectories.rollout(rollout_id)
+        with _wrong_method(request, rollout_id, "/export"):
+            return await trajectories.rollout(rollout_id)
 
     @app.delete("/v1/rollouts/{rollout_id:path}", tags=["trajectories"])
-    async def abort_rollout(trajectories: _Here, rollout_id: str) -> dict[str, Any]:
+    async def abort_rollout(trajectories: _Here, rollout_id: str, request: Request) -> dict[str, Any]:
         """Abort every active trajectory of a rollout."""
-        return {"id": rollout_id, "num_aborted": await trajectories.abort_rollout(rollout_id)}
+        with _wrong_method(request, rollout_id, "/export"):
+            return {"id": rollout_id, "num_aborted": await trajectories.abort_rollout(rollout_id)}
+
+
+@contextmanager
+def _wrong_method(request: Request, given_id: str, *posted: str) -> Iterator[None]:
+    """Turns the 404 of an id into a 405 if it ends as the path of a route that only takes POST. Ids may contain
+    slashes, so that one of that name may also be known.
+    """
+    try:
+        yield
+    except Refused as refused:
+        if refused.error.status == 404 and given_id.endswith(posted):
+            raise method_not_allowed(request.method, request.url.path[:200], "POST") from None
+        raise

@@ -148,6 +148,22 @@ async def test_a_trajectory_with_a_slash_in_its_id_can_be_finished(site: Site) -
     assert (await site.client.delete("/v1/trajectories/task%2F7")).status_code == 200
 
 
+@pytest.mark.parametrize("method", ["GET", "DELETE"])
+@pytest.mark.parametrize("path", ["trajectories/a/finish", "trajectories/a/reward", "rollouts/r/export"])
+async def test_another_method_on_a_route_that_takes_post_is_a_405(site: Site, method: str, path: str) -> None:
+    """Not the 404 of an id that ends so, unless there is such a one: ids may contain slashes."""
+    await site.chat(headers={"x-trajectory-id": "a", "x-rollout-id": "r"})
+    answer = await site.client.request(method, f"/v1/{path}")
+    assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
+    assert answer.json()["error"]["message"] == f"{method} is not allowed on /v1/{path}."
+    resource, _, name = path.partition("/")
+    await site.chat(headers={f"x-{'trajectory' if resource == 'trajectories' else 'rollout'}-id": name})
+    known = await site.client.request(method, f"/v1/{path}")
+    assert (known.status_code, known.json()["id"]) == (200, name)
+    alone = await site.client.request(method, f"/v1/{resource}/{path.rpartition('/')[2]}")
+    assert alone.status_code == 404
+
+
 @pytest.mark.parametrize("what", ["trajectories/a", "rollouts/r"])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 async def test_deleting_a_trajectory_or_rollout_stops_its_running_turn(site: Site, what: str, stream: bool) -> None:
