@@ -76,7 +76,9 @@ def _run(arguments: Sequence[str]) -> int:
             module.add_arguments(verb)
     parsed, unknown = parser.parse_known_args(arguments)
     if unknown:
-        verbs.choices[parsed.verb].error(f"unknown argument {unknown[0]!r}")
+        is_of_command = parsed.verb == "keep" and "--" not in arguments
+        hint = "; the command to keep comes after --, as in `heddle keep -- heddle serve`" if is_of_command else ""
+        verbs.choices[parsed.verb].error(f"unknown argument {unknown[0]!r}{hint}")
     if parsed.verb in _ON_LINUX and sys.platform != "linux":
         verbs.choices[parsed.verb].error("needs Linux")
     assert module is not None, "the parser ends the program where no verb is given"

@@ -38,6 +38,11 @@ WRONG = [
     ((), "VERB"),
     (("simulte",), "did you mean simulate?"),
     (("serve", "--prot", "1"), "'--prot'"),
+    (
+        ("keep", "heddle", "serve", "--engine", "URL"),
+        "'--engine'; the command to keep comes after --, as in `heddle keep --",
+    ),
+    (("keep", "--prot", "1", "--", "true"), "unknown argument '--prot'; see `heddle keep --help`"),
     (("serve", "--port", "abc"), "must be a port from 0 to 65535, not 'abc'"),
     (("sim-engine", "--seed", "x"), "argument --seed: must be a whole number from 0 to 2^63 - 1, not 'x'"),
     ((*REPLAY, "--law", "coding", "--seed", "-1"), "argument --seed: must be a whole number from 0 to 2^63 - 1"),
