@@ -23,7 +23,7 @@ from engines.profiles import load_profile
 from engines.profiling import GAPS_MS
 from heddle import profile as profiling
 from heddle.arguments import count, out_file, positive, why
-from heddle.arguments import seed as any_seed
+from heddle.arguments import seed as seed_number
 from heddle.real import clear_prefix_cache, counted
 from heddle.rollouts import local_gateway, play
 from loadtest.clients import RequestFailed
@@ -99,7 +99,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--profile", metavar="FILE:NAME", help="the engines' profile; without it, one is measured:")
     profiling.add_options(parser)
     parser.add_argument("--policy", action="append", help="repeatable (default: round-robin, then heddle)")
-    parser.add_argument("--seed", type=any_seed, action="append", help="repeatable (default: 1)")
+    parser.add_argument("--seed", type=seed_number, action="append", help="repeatable (default: 1)")
     parser.add_argument("--law", choices=sorted(LAWS), default="coding", help="what agents are like")
     parser.add_argument("--trajectories", type=count, default=128, metavar="N", help="of each rollout")
     parser.add_argument("--scale", type=positive, default=0.2, help="of the law's lengths and tool times")
@@ -113,7 +113,7 @@ async def run(parsed: argparse.Namespace) -> int:
     """Play all; 1 if a turn failed."""
     console = Console(markup=False, highlight=False)
     try:
-        policies = [policy_named(name).name for name in dict.fromkeys(parsed.policy or ("round-robin", "heddle"))]
+        policies = [policy_named(name).name for name in parsed.policy or ("round-robin", "heddle")]
         parsed.work_dir.mkdir(parents=True, exist_ok=True)
         trials = await _run(parsed, policies, console)
     except (profiling.ProfilingError, LaunchError, RequestFailed, OSError, ValueError) as error:

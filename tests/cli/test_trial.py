@@ -153,6 +153,13 @@ async def test_what_cannot_be_played_is_one_line(
     assert problem in error and error.count("\n") == 1
 
 
+def test_a_seed_that_json_cannot_hold_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before the rollout: its figures could not be written after it."""
+    with pytest.raises(SystemExit):
+        parse(tmp_path, "http://127.0.0.1:1", "--seed", "99999999999999999999999")
+    assert "argument --seed: must be a whole number" in capsys.readouterr().err
+
+
 async def test_a_server_with_ranks_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One engine would be simulated in place of two."""
     async with recorded_engine(engine(data_parallel_size=2)) as recorded:
