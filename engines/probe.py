@@ -12,6 +12,10 @@ from engines.vllm import Vllm
 DIALECTS: dict[str, type[Vllm] | type[Sglang]] = {Vllm.kind: Vllm, Sglang.kind: Sglang}
 
 
+class UnknownKind(ObservationError):
+    """A model server that does not tell its dialect. One that is named its kind may be used."""
+
+
 @dataclass(frozen=True, slots=True)
 class Model:
     """One model of an engine, as its `/v1/models` reports it."""
@@ -32,13 +36,16 @@ async def discover(http: HttpClient, kind: str | None, timeout_s: float) -> Disc
     """Ask a server for its models and, unless `kind` is given, for its dialect.
 
     Raises:
-        ObservationError: it answers, but not as a model server does. Otherwise what HttpClient raises.
+        UnknownKind: its dialect is needed.
+        ObservationError: it answers, but not as an engine does. Otherwise what HttpClient raises.
     """
     models, owners = await _models_and_owners(http, timeout_s)
     if kind is None:
         kind = next((owner for owner in owners if owner in DIALECTS), None)
+    if kind is None and "heddle" in owners:
+        raise ObservationError("this is a Heddle gateway; an engine's URL is wanted")
     if kind is None:
-        raise ObservationError(f"neither vLLM nor SGLang (models owned by {owners}); name its kind")
+        raise UnknownKind(f"neither vLLM nor SGLang (models owned by {owners})")
     return Discovery(DIALECTS[kind](), models)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from engines.dialect import Asleep, Observation, ObservationError
 from engines.http import FAULTS, NoMoreConnections, NothingListens
 from engines.kv_connectors import KvWays, kv_ways
-from engines.probe import Model, discover, models_of, tells_tokens
+from engines.probe import Model, UnknownKind, discover, models_of, tells_tokens
 from gateway.clock import Clock
 from gateway.config import Settings
 from gateway.fleet.circuits import Circuits, Hangs
@@ -130,7 +130,10 @@ class Watch:
     async def _discover(self, server: Server) -> None:
         """Ask a new process what it is."""
         timeout_s = self._settings.observe_timeout_s
-        found = await discover(server.http, server.settings.kind, timeout_s)
+        try:
+            found = await discover(server.http, server.settings.kind, timeout_s)
+        except UnknownKind as fault:
+            raise ObservationError(f"{fault}; name its kind") from None
         server.dialect, server.asks_tokens = found.dialect, self._settings.token_legs == "auto"
         self._told(server, found.models)
         ways = await self._kv_ways(server)

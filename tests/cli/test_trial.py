@@ -27,6 +27,7 @@ from heddle.trial import (
 )
 from loadtest.results import RolloutResult, TrajectoryResult, TurnResult
 from tests.support.engine import fixed, recorded_engine
+from tests.support.gateway import running_gateway
 from workloads.traces import load_trace
 from workloads.trajectories import Trajectory, Turn, Workload
 
@@ -166,6 +167,28 @@ async def test_a_server_with_ranks_is_refused(tmp_path: Path, capsys: pytest.Cap
         assert await run(parse(tmp_path, recorded.url, "--profile", "toy-cpu-tp1")) == 2
     error = capsys.readouterr().err
     assert "has data-parallel ranks" in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("profile", [(), ("--profile", "toy-cpu-tp1")])
+async def test_a_gateway_is_no_engine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], profile: tuple[str, ...]
+) -> None:
+    """Whether it is measured or played on: it says which URL is wanted."""
+    async with serve_engine(engine()) as url, running_gateway(url) as gateway:
+        assert await run(parse(tmp_path, gateway.url, *profile)) == 2
+    wish = f"heddle trial: {gateway.url}: this is a Heddle gateway; an engine's URL is wanted\n"
+    assert capsys.readouterr().err == wish
+
+
+@pytest.mark.parametrize("profile", [(), ("--profile", "toy-cpu-tp1")])
+async def test_an_unknown_server_brings_no_advice_that_cannot_be_followed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], profile: tuple[str, ...]
+) -> None:
+    """No option names a server's kind."""
+    async with recorded_engine(engine()) as recorded:
+        recorded.scripts["/v1/models"] = fixed(200, b'{"data":[{"id":"m","owned_by":"acme"}]}')
+        assert await run(parse(tmp_path, recorded.url, *profile)) == 2
+    assert capsys.readouterr().err.endswith("neither vLLM nor SGLang (models owned by ['acme'])\n")
 
 
 def test_a_rollout_with_failed_turns_is_compared_with_nothing() -> None:

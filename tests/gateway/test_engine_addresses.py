@@ -6,7 +6,8 @@ import pytest
 from engines.simulated.server import serve_engine
 from engines.simulated.settings import SimulatedEngineSettings
 from gateway.config import ConfigError, load_settings
-from tests.support.gateway import ADMIN, running_gateway
+from tests.support.engine import fixed, recorded_engine
+from tests.support.gateway import ADMIN, eventually, running_gateway
 
 
 @pytest.mark.parametrize(
@@ -40,3 +41,17 @@ async def test_adding_a_server_in_another_spelling_is_refused() -> None:
         again = await client.post("/v1/engines", json={"url": url.replace("http", "HTTP")}, headers=ADMIN)
         assert (again.status_code, again.json()["error"]["param"]) == (400, "url")
         assert len((await client.get("/v1/engines")).json()["data"]) == 1
+
+
+async def test_a_server_that_does_not_tell_its_kind_is_to_be_named_one() -> None:
+    """As the fleet can: `vllm+http://...`."""
+    async with recorded_engine(SimulatedEngineSettings()) as recorded:
+        recorded.scripts["/v1/models"] = fixed(200, b'{"data":[{"id":"m","owned_by":"acme"}]}')
+        async with running_gateway(recorded.url, start_timeout_s=0) as gateway, httpx.AsyncClient() as client:
+
+            async def fault() -> str | None:
+                (one,) = (await client.get(gateway.url + "/v1/engines")).json()["data"]
+                return one["last_fault"]  # type: ignore[no-any-return]
+
+            await eventually(fault)
+            assert await fault() == "neither vLLM nor SGLang (models owned by ['acme']); name its kind"
