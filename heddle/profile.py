@@ -129,18 +129,6 @@ async def measure(url: str, parsed: argparse.Namespace, console: Console) -> tup
     return fit(measurements, profile), measurements
 
 
-async def num_engines(url: str) -> int:
-    """How many engines a server is: as many as it has data-parallel ranks. Raises ProfilingError."""
-    http = HttpClient(url)
-    try:
-        found = await discover(http, None, _PROBE_TIMEOUT_S)
-        return len(await found.dialect.observe(http, _PROBE_TIMEOUT_S))
-    except (BadResponse, ConnectionBroken, EngineUnreachable, ResponseTimeout, ObservationError) as error:
-        raise ProfilingError(f"{url}: {error}") from None
-    finally:
-        http.close()
-
-
 async def _ask(http: HttpClient, parsed: argparse.Namespace) -> Engine:
     """What the engine reports of itself, with what the user adds."""
     name = _NAME.fullmatch(parsed.name)

@@ -24,10 +24,10 @@ from engines.profiling import GAPS_MS
 from heddle import profile as profiling
 from heddle.arguments import count, out_file, positive, why
 from heddle.arguments import seed as seed_number
-from heddle.real import clear_prefix_cache, counted
-from heddle.rollouts import local_gateway, play
+from heddle.equal_engines import UnfitEngine, common_model
+from heddle.real import counted
+from heddle.track import Track
 from loadtest.clients import RequestFailed
-from loadtest.replayer import ReplaySettings
 from loadtest.results import RolloutResult, TurnResult
 from loadtest.rivalry import Counts
 from predictor.tabular import TabularPredictor
@@ -116,7 +116,7 @@ async def run(parsed: argparse.Namespace) -> int:
         policies = [policy_named(name).name for name in parsed.policy or ("round-robin", "heddle")]
         parsed.work_dir.mkdir(parents=True, exist_ok=True)
         trials = await _run(parsed, policies, console)
-    except (profiling.ProfilingError, LaunchError, RequestFailed, OSError, ValueError) as error:
+    except (UnfitEngine, profiling.ProfilingError, LaunchError, RequestFailed, OSError, ValueError) as error:
         print(f"heddle trial: {why(error)}", file=sys.stderr)
         return 2
     console.print(comparison(trials))
@@ -126,17 +126,15 @@ async def run(parsed: argparse.Namespace) -> int:
 async def _run(parsed: argparse.Namespace, policies: Sequence[str], console: Console) -> list[Trial]:
     engines: list[str] = parsed.engines
     trials: list[Trial] = []
-    profile = await _profile_of(parsed, console)
+    given = None if parsed.profile is None else load_profile(parsed.profile)
+    model = await common_model(engines, parsed.model)
+    profile = given or await _measured(parsed, model, console)
     named = parsed.profile or f"{parsed.out}:{profile.name}"
     workloads = {seed: _drawn(parsed, seed, profile) for seed in parsed.seed or [1]}
-    for url in engines:
-        if await profiling.num_engines(url) > 1:
-            raise ValueError(
-                f"{url} has data-parallel ranks, whose shared front end is not simulated: start servers without"
-            )
-    probe = await _played(PROBE, "heddle", engines, named, parsed.work_dir, console)
+    track = Track(engines, model, named, parsed.work_dir, console)
+    probe = await track.played(PROBE, "heddle")
     together = crowd(profile)
-    crowded = await _played(together, "round-robin", engines[:1], named, parsed.work_dir, console)
+    crowded = await replace(track, engines=engines[:1]).played(together, "round-robin")
     profile = with_gap(profile, together, crowded.makespan_s, probe.makespan_s)
     overhead_s = overhead_of(probe.makespan_s, profile)
     console.print(
@@ -146,7 +144,7 @@ async def _run(parsed: argparse.Namespace, policies: Sequence[str], console: Con
     for seed, workload in workloads.items():
         for policy in policies:
             before = await _counted(engines)
-            result = await _played(workload, policy, engines, named, parsed.work_dir, console)
+            result = await track.played(workload, policy)
             after = await _counted(engines)
             counted = None if before is None or after is None else after - before
             played = as_played(workload, result)
@@ -185,26 +183,15 @@ def _drawn(parsed: argparse.Namespace, seed: int, profile: EngineProfile) -> Wor
     return workload
 
 
-async def _profile_of(parsed: argparse.Namespace, console: Console) -> EngineProfile:
-    if parsed.profile is not None:
-        return load_profile(parsed.profile)
+async def _measured(parsed: argparse.Namespace, model: str, console: Console) -> EngineProfile:
+    """The profile of the first engine's `model`, as `heddle profile` writes it."""
     out = profiling.checked_out(parsed)
-    fitted, measurements = await profiling.measure(parsed.engines[0], parsed, console)
+    options = argparse.Namespace(**vars(parsed) | {"model": model})
+    fitted, measurements = await profiling.measure(parsed.engines[0], options, console)
     profiling.show(fitted, measurements, console)
     profiling.write(fitted.profile, out)
     console.print(f"Wrote {out}:{fitted.profile.name}", soft_wrap=True)
     return fitted.profile
-
-
-async def _played(
-    workload: Workload, policy: str, engines: Sequence[str], profile: str, work_dir: Path, console: Console
-) -> RolloutResult:
-    """A rollout from empty prefix caches. Answers are not streamed, so gateway and agents take little."""
-    for engine in engines:
-        await clear_prefix_cache(engine)
-    async with local_gateway(engines, policy, work_dir, "--log-level", "warning", profile=profile) as gateway:
-        settings = ReplaySettings(f"{gateway}/v1", stream_share=0.0, client="raw")
-        return await play(workload, policy, settings, console)
 
 
 async def _counted(engines: Sequence[str]) -> Counts | None:

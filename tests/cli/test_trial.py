@@ -139,10 +139,6 @@ def test_the_simulation_has_the_prompts_that_engines_counted() -> None:
         (("http://127.0.0.1:1", "--profile", "toy-cpu-tp1"), "heddle trial: http://127.0.0.1:1: no connection"),
         (("http://127.0.0.1:1", "--profile", "toy-cpu"), "heddle trial: unknown engine profile 'toy-cpu'"),
         (("http://127.0.0.1:1", "--policy", "hedle"), "did you mean heddle"),
-        (
-            ("http://127.0.0.1:1", "--profile", "toy-cpu-tp1", "--scale", "2"),
-            "tokens, and the KV of toy-cpu-tp1 holds 16,384: give a smaller --scale",
-        ),
     ],
 )
 async def test_what_cannot_be_played_is_one_line(
@@ -152,6 +148,54 @@ async def test_what_cannot_be_played_is_one_line(
     assert await run(parse(tmp_path, *arguments)) == 2
     error = capsys.readouterr().err
     assert problem in error and error.count("\n") == 1
+
+
+async def test_a_rollout_that_does_not_fit_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before its engines are used."""
+    async with serve_engine(engine()) as url:
+        assert await run(parse(tmp_path, url, "--profile", "toy-cpu-tp1", "--scale", "2")) == 2
+    error = capsys.readouterr().err
+    assert "tokens, and the KV of toy-cpu-tp1 holds 16,384: give a smaller --scale" in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("profile", [(), ("--profile", "toy-cpu-tp1")])
+async def test_a_model_that_is_not_served_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], profile: tuple[str, ...]
+) -> None:
+    """Whether its engine is measured or its profile is given."""
+    async with serve_engine(engine()) as url:
+        assert await run(parse(tmp_path, url, *profile, "--model", "nope")) == 2
+    assert capsys.readouterr().err == f"heddle trial: {url}: no model 'nope' there; it serves: simulated\n"
+
+
+async def test_engines_without_a_model_in_common_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Turns would go to one of them only. It says which serves which."""
+    async with serve_engine(engine(model="small")) as first, serve_engine(engine(model="large")) as second:
+        assert await run(parse(tmp_path, first, second, "--profile", "toy-cpu-tp1")) == 2
+    served = f"{first} serves small; {second} serves large"
+    assert capsys.readouterr().err == f"heddle trial: no model is served by all engines: {served}\n"
+
+
+@pytest.mark.parametrize(("wanted", "asked"), [((), "simulated"), (("--model", "adapter"), "adapter")])
+async def test_a_rollout_asks_for_the_model_that_was_chosen(
+    tmp_path: Path, wanted: tuple[str, ...], asked: str
+) -> None:
+    """By default for the first that all engines serve, which need not be the first that one of them lists."""
+    few = ("--trajectories", "1", "--scale", "0.02", "--profile", "toy-cpu-tp1", "--policy", "heddle")
+    async with recorded_engine(engine()) as first, recorded_engine(engine()) as second:
+        first.scripts["/v1/models"] = fixed(200, models("other", "simulated", "adapter"))
+        second.scripts["/v1/models"] = fixed(200, models("adapter", "simulated"))
+        await run(parse(tmp_path, first.url, second.url, *few, *wanted))
+    turns = [turn.json for one in (first, second) for turn in one.turns if turn.path == "/v1/chat/completions"]
+    assert {turn["model"] for turn in turns} == {asked}
+
+
+def models(*names: str) -> bytes:
+    """A list of models as vLLM gives it."""
+    cards = [{"id": name, "owned_by": "vllm", "max_model_len": 16_384} for name in names]
+    return json.dumps({"data": cards}).encode()
 
 
 def test_a_seed_that_json_cannot_hold_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
