@@ -142,12 +142,15 @@ async def counted(engine_urls: Sequence[str]) -> Counts:
 
     Raises:
         KeyError, ValueError: one of them is no vLLM.
+        LaunchError: one cannot be reached.
     """
     total = Counts()
     for url in engine_urls:
         http = HttpClient(url)
         try:
             _, page = await http.get("/metrics", ENGINE_TIMEOUT_S)
+        except FAULTS as fault:
+            raise LaunchError(f"{url}: {fault}") from None
         finally:
             http.close()
         total += counts(page.decode())

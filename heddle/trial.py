@@ -26,7 +26,7 @@ from heddle.arguments import count, out_file, positive, why
 from heddle.arguments import seed as seed_number
 from heddle.equal_engines import UnfitEngine, common_model
 from heddle.real import counted
-from heddle.track import Track
+from heddle.track import EngineGone, Track
 from loadtest.clients import RequestFailed
 from loadtest.results import RolloutResult, TurnResult
 from loadtest.rivalry import Counts
@@ -51,6 +51,7 @@ PROBE = Workload("probe", (tiny("probe", NUM_PROBES),))
 _GAPS_MS = (0.0, *GAPS_MS, 8.0, 10.0, 12.0, 16.0)  # a chat takes longer, and gateway and agent may take the same cores
 _CROWD_TURNS = 9
 _CROWD_KV_TOKENS = 512  # of each of its trajectories, with room for a template
+_PROBLEMS = (EngineGone, LaunchError, profiling.ProfilingError, RequestFailed, UnfitEngine, OSError, ValueError)
 _EPILOG = """examples:
   heddle trial http://10.0.0.5:8000 --name qwen3-14b-h100-tp1 --slots 64
   heddle trial http://10.0.0.5:8000 http://10.0.0.6:8000 --profile qwen.toml:qwen3-14b-h100-tp2 \\
@@ -116,7 +117,15 @@ async def run(parsed: argparse.Namespace) -> int:
         policies = [policy_named(name).name for name in parsed.policy or ("round-robin", "heddle")]
         parsed.work_dir.mkdir(parents=True, exist_ok=True)
         trials = await _run(parsed, policies, console)
-    except (UnfitEngine, profiling.ProfilingError, LaunchError, RequestFailed, OSError, ValueError) as error:
+    except (
+        EngineGone,
+        LaunchError,
+        profiling.ProfilingError,
+        RequestFailed,
+        UnfitEngine,
+        OSError,
+        ValueError,
+    ) as error:
         print(f"heddle trial: {why(error)}", file=sys.stderr)
         return 2
     console.print(comparison(trials))

@@ -1,18 +1,24 @@
 """`heddle trial` on simulated engines, whose profile is known."""
 
 import argparse
+import asyncio
 import dataclasses
 import json
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from engines.children import LaunchError
+from engines.children import LaunchError, child, free_port
+from engines.http import HttpClient
 from engines.profiles import load_profile
 from engines.simulated.server import serve_engine
 from engines.simulated.settings import SimulatedEngineSettings
-from heddle.real import clear_prefix_cache
+from engines.vllm import Vllm
+from heddle.real import clear_prefix_cache, counted
+from heddle.rollouts import START_TIMEOUT_S
 from heddle.trial import (
     PROBE,
     Trial,
@@ -27,7 +33,7 @@ from heddle.trial import (
 )
 from loadtest.results import RolloutResult, TrajectoryResult, TurnResult
 from tests.support.engine import fixed, recorded_engine
-from tests.support.gateway import running_gateway
+from tests.support.gateway import eventually, running_gateway
 from workloads.traces import load_trace
 from workloads.trajectories import Trajectory, Turn, Workload
 
@@ -233,6 +239,34 @@ async def test_an_unknown_server_brings_no_advice_that_cannot_be_followed(
         recorded.scripts["/v1/models"] = fixed(200, b'{"data":[{"id":"m","owned_by":"acme"}]}')
         assert await run(parse(tmp_path, recorded.url, *profile)) == 2
     assert capsys.readouterr().err.endswith("neither vLLM nor SGLang (models owned by ['acme'])\n")
+
+
+@pytest.mark.timeout(180)
+async def test_an_engine_that_dies_ends_the_trial(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With its name and the reason, and with no process left. The first rollout's turns waited for it half an hour."""
+    url = f"http://127.0.0.1:{free_port()}"
+    slow = ("--profile", "toy-cpu-tp1", "--speed-up", "0.1", "--port", url.rpartition(":")[2])
+    http = HttpClient(url)
+    async with child((sys.executable, "-m", "heddle", "sim-engine", *slow), tmp_path / "engine.log") as dying:
+        await dying.until_ready("engine", [f"{url}/health"], START_TIMEOUT_S)
+
+        async def has_begun() -> bool:
+            (seen,) = await Vllm().observe(http, START_TIMEOUT_S)
+            return seen.work_counter > 0
+
+        trial = asyncio.create_task(run(parse(tmp_path, url, *SMALL)))
+        await eventually(has_begun)
+        http.close()
+        dying.send_signal(signal.SIGKILL)
+        assert await trial == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"heddle trial: {url} was lost during a rollout: ") and error.count("\n") == 1
+
+
+async def test_an_engine_that_is_gone_between_rollouts_is_named() -> None:
+    """When its counters are read."""
+    with pytest.raises(LaunchError, match=r"^http://127\.0\.0\.1:1: no connection"):
+        await counted(["http://127.0.0.1:1"])
 
 
 def test_a_rollout_with_failed_turns_is_compared_with_nothing() -> None:
