@@ -114,18 +114,10 @@ async def run(parsed: argparse.Namespace) -> int:
     """Play all; 1 if a turn failed."""
     console = Console(markup=False, highlight=False)
     try:
-        policies = [policy_named(name).name for name in parsed.policy or ("round-robin", "heddle")]
+        policies = [policy_named(name).name for name in dict.fromkeys(parsed.policy or ("round-robin", "heddle"))]
         parsed.work_dir.mkdir(parents=True, exist_ok=True)
         trials = await _run(parsed, policies, console)
-    except (
-        EngineGone,
-        LaunchError,
-        profiling.ProfilingError,
-        RequestFailed,
-        UnfitEngine,
-        OSError,
-        ValueError,
-    ) as error:
+    except _PROBLEMS as error:
         print(f"heddle trial: {why(error)}", file=sys.stderr)
         return 2
     console.print(comparison(trials))
