@@ -128,6 +128,8 @@ async def _run(parsed: argparse.Namespace, policies: Sequence[str], console: Con
     engines: list[str] = parsed.engines
     trials: list[Trial] = []
     given = None if parsed.profile is None else load_profile(parsed.profile)
+    if given is None:
+        profiling.checked_out(parsed)  # before any engine is asked
     model = await common_model(engines, parsed.model)
     profile = given or await _measured(parsed, model, console)
     named = parsed.profile or f"{parsed.out}:{profile.name}"
