@@ -76,4 +76,4 @@ class SlotSearch:
         slots = self._most_running if self._most_running > FIRST_SLOTS else FIRST_SLOTS
         if slots < self.slots:
             self.slots, self._step = slots, self._step / 2
-            self._limit = slots
+            self._limit = float(slots)
