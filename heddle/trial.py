@@ -127,11 +127,13 @@ async def run(parsed: argparse.Namespace) -> int:
 async def _run(parsed: argparse.Namespace, policies: Sequence[str], console: Console) -> list[Trial]:
     engines: list[str] = parsed.engines
     trials: list[Trial] = []
-    given = None if parsed.profile is None else load_profile(parsed.profile)
-    if given is None:
-        profiling.checked_out(parsed)  # before any engine is asked
-    model = await common_model(engines, parsed.model)
-    profile = given or await _measured(parsed, model, console)
+    if parsed.profile is None:
+        out = profiling.checked_out(parsed)  # before any engine is asked
+        model = await common_model(engines, parsed.model)
+        profile = await _measured(parsed, model, out, console)
+    else:
+        profile = load_profile(parsed.profile)
+        model = await common_model(engines, parsed.model)
     named = parsed.profile or f"{parsed.out}:{profile.name}"
     workloads = {seed: _drawn(parsed, seed, profile) for seed in parsed.seed or [1]}
     track = Track(engines, model, named, parsed.work_dir, console)
@@ -186,9 +188,8 @@ def _drawn(parsed: argparse.Namespace, seed: int, profile: EngineProfile) -> Wor
     return workload
 
 
-async def _measured(parsed: argparse.Namespace, model: str, console: Console) -> EngineProfile:
+async def _measured(parsed: argparse.Namespace, model: str, out: Path, console: Console) -> EngineProfile:
     """The profile of the first engine's `model`, as `heddle profile` writes it."""
-    out = profiling.checked_out(parsed)
     options = argparse.Namespace(**vars(parsed) | {"model": model})
     fitted, measurements = await profiling.measure(parsed.engines[0], options, console)
     profiling.show(fitted, measurements, console)

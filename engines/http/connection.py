@@ -49,7 +49,7 @@ class Connection(asyncio.Protocol):
         self.on_body: Callable[[bytes], None] = _for_nobody
 
     def send(self, data: tuple[bytes, ...]) -> Response:
-        """Send a request when this round of the event loop ends; its response has not begun yet."""
+        """Send a request, at the latest when this round of the event loop ends; its response has not begun yet."""
         response = self.expect()
         assert self._transport is not None
         self._outbox.put(self.loop, self._transport, data)
