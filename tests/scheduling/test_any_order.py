@@ -427,9 +427,9 @@ class AnyOrder(RuleBasedStateMachine):
         ]
 
     def teardown(self) -> None:
-        """Once turns end and time passes, every turn is served if there are engines for all that wait (one whose home no
-        longer serves its model keeps its claim there). Once the whole fleet serves, every turn is, and every trajectory
-        is forgotten."""
+        """Once turns end and time passes, every turn is served if there are engines for all that wait; one whose
+        home no longer serves its model keeps its claim there. Once the whole fleet serves, every turn is, and
+        every trajectory is forgotten."""
         self.scheduler.limits = replace(LIMITS, queue_timeout_s=float("inf"))
         num_rejects = self.num_rejects
         self.turns_end()
