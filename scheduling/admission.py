@@ -25,10 +25,12 @@ class Admission:
 
     Args:
         at: now; the scheduler sets it at every event.
+        least_room: tokens of the longest context that every engine holds.
     """
 
     def __init__(self, policy: Policy, limits: Limits, at: float) -> None:
         self.at = at
+        self.least_room = inf
         self._holds_turns = policy.holds_turns
         self._residency = policy.residency
         self._limits = limits
@@ -36,9 +38,11 @@ class Admission:
         self._rooms: dict[str, float] = {}
 
     def note_rooms(self, engines: Iterable[Engine]) -> bool:
-        """Note the largest context that each model's engines hold. Returns whether that is a change."""
-        before, self._rooms = self._rooms, {}
+        """Note the largest context that each model's engines hold, and the one that all hold. Returns whether the
+        former is a change."""
+        before, self._rooms, self.least_room = self._rooms, {}, inf
         for engine in engines:
+            self.least_room = min(self.least_room, engine.room)
             for model in engine.spec.models if engine.accepting else ():
                 self._rooms[model] = max(engine.room, self._rooms.get(model, 0.0))
         return self._rooms != before

@@ -16,7 +16,6 @@ enter an engine (rules 11 to 15). Rules:
 
 from collections.abc import Mapping
 from itertools import takewhile
-from math import inf
 
 from scheduling.admission import Admission
 from scheduling.chooser import Chooser
@@ -156,19 +155,26 @@ class Dispatcher:
                 self._thin_out(engine, self._residency)
         for model in list(self._queues.homeless):
             self.place_homeless(model, actions)
-        self._send_home(actions)
+        self._settle_strays(actions)
         for engine in self._engines.values():
             self.fill(engine, actions)
 
-    def _send_home(self, actions: list[Action]) -> None:
-        """Route the turns that no other engine has taken, and whose home has failed them but may be tried again. Their
-        claims are there, and may be what keeps a turn that it is reserved for from entering."""
-        strays = [turn for queue in self._queues.homeless.values() for turn in queue if turn.avoided]
-        for turn in strays:
+    def _settle_strays(self, actions: list[Action]) -> None:
+        """Route the homeless turns whose trajectories have claims at a home that may serve them again (it had failed
+        them), and release the claims at one that serves them no more. Such a claim may be what keeps a turn that the
+        home is reserved for from entering."""
+        for turn in [turn for queue in self._queues.homeless.values() for turn in queue]:
             home = self._resident_home(turn)
-            if home is not None and turn.state is WAITING and self._admission.may_serve(home, turn):
+            if home is None or turn.state is not WAITING:
+                continue
+            if self._admission.may_serve(home, turn):
                 self._leave_queue(turn)
                 self._route(turn, actions)
+            elif home.accepting and turn.model not in home.spec.models and not self._has_turn_at(home, turn.trajectory):
+                home.release(turn.trajectory.trajectory_id)
+
+    def _has_turn_at(self, engine: Engine, trajectory: Trajectory) -> bool:
+        return any(self._queues.engine_of.get(turn) is engine for turn in trajectory.turns.values())
 
     @property
     def checks_on_a_timer(self) -> bool:
@@ -183,7 +189,7 @@ class Dispatcher:
         self._chooser.clear_caches()
         self._queues.reserve(engine, None)
         is_other_room = self._admission.note_rooms(self._engines.values())
-        least = min((other.room for other in self._engines.values()), default=inf) if is_other_room else engine.room
+        least = self._admission.least_room if is_other_room else engine.room
         moving = {turn for turn in engine.returning if turn.claim_tokens > least or not engine.serves(turn.model)}
         if is_other_room:
             queues = [*self._queues.homeless.values(), *(other.returning for other in self._engines.values())]
@@ -285,9 +291,10 @@ class Dispatcher:
         return False
 
     def _first_for(self, turn: Turn, engines: list[Engine]) -> list[Engine]:
-        """The engines for which this turn is the first of its queue: all turns before it avoid them."""
+        """The engines for which this turn is the first of its queue: all turns before it avoid them, or are too large
+        for them."""
         for first in takewhile(lambda other: other is not turn, self._queues.homeless[turn.model]):
-            if not first.avoided:
+            if not first.avoided and first.claim_tokens <= self._admission.least_room:
                 return []
             engines = [engine for engine in engines if not self._admission.may_serve(engine, first)]
         return engines

@@ -178,6 +178,16 @@ def test_a_program_that_avoids_an_engine_holds_back_none_there() -> None:
     assert fleet.sent(fleet.arrive("second")) == [("second", "A")]
 
 
+def test_a_program_too_large_for_an_engine_holds_back_none_there() -> None:
+    """It waits for the engine that can hold it: the next one need not wait for a tick beside the idle smaller one."""
+    fleet = Fleet(replace(THUNDERAGENT, order=first_come_first_served))
+    fleet.engine("A", slots=8, kv=100)
+    fleet.arrive("runs", prompt=50)
+    fleet.engine("B", slots=8, kv=50)
+    assert fleet.arrive("first", prompt=60) == []
+    assert fleet.sent(fleet.arrive("second", prompt=40)) == [("second", "B")]
+
+
 def test_residents_are_checked_although_no_turn_waits() -> None:
     """A tick is due as soon as any engine has a resident."""
     fleet = Fleet(THUNDERAGENT)

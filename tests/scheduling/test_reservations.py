@@ -116,6 +116,19 @@ def test_a_resident_that_its_engine_failed_passes_the_turn_that_its_claim_keeps_
     assert fleet.sent(fleet.close("m")) == [("large", "A")]
 
 
+def test_the_claim_at_a_home_that_serves_its_model_no_more_keeps_nobody_out() -> None:
+    """An adapter was unloaded there, and its trajectory waits for an engine that has it. It kept a turn of another
+    model out, beside an idle engine, until the queue timeout."""
+    fleet = Fleet()
+    fleet.engine("A", slots=8, kv=100, models=("x", "y"))
+    fleet.arrive("m1", "m", model="x", prompt=40)
+    fleet.finish("m1", prompt=40, output=10)
+    fleet.engine("A", slots=8, kv=100, models=("y",))
+    assert fleet.arrive("m2", "m", model="x", prompt=50) == []
+    assert fleet.arrive("large", model="y", prompt=60) == []
+    assert fleet.sent(fleet.tick(later_s=10.0)) == [("large", "A")]
+
+
 def test_the_engine_with_the_most_room_is_reserved() -> None:
     """A shared prompt counts once: three siblings claim 120 of 100 tokens but hold 40, so A has more room than B, where
     one turn holds 70."""
