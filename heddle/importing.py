@@ -29,8 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(parsed: argparse.Namespace) -> int:
     """Read, write and report what it was."""
     try:
-        if parsed.out.exists() and parsed.out.samefile(parsed.file):
-            raise TraceError(f"--out: {parsed.out} is the file to read, and would be overwritten")
+        _check_kept(parsed.file, parsed.out)
         format_name = parsed.format or detect_format(parsed.file)
         workload = import_trace(parsed.file, format_name)
         write_trace(workload, parsed.out)
@@ -44,3 +43,11 @@ def run(parsed: argparse.Namespace) -> int:
     if workload.left_out:
         print(f"Left out: {workload.left_out}.")
     return 0
+
+
+def _check_kept(source: Path, out: Path) -> None:
+    """Refuse to write over what is to be read, also in a folder and under another name."""
+    read = source.iterdir() if source.is_dir() else [source]
+    if out.exists() and any(out.samefile(file) for file in read):
+        which = "in the folder" if source.is_dir() else "the file"
+        raise TraceError(f"--out: {out} is {which} to read, and would be overwritten")

@@ -101,6 +101,18 @@ def test_a_log_is_not_overwritten_with_its_trace(log: Path, tmp_path: Path, caps
     assert log.read_bytes() == content
 
 
+def test_a_file_of_a_folder_is_not_overwritten_with_its_trace(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was one of many recorded conversations."""
+    (tmp_path / "agents.json").write_text("{}")
+    out = tmp_path / "agents.json"
+    assert main(["import", str(tmp_path), "--out", str(out)]) == 2
+    error = f"heddle import: --out: {out} is in the folder to read, and would be overwritten\n"
+    assert capsys.readouterr().err == error
+    assert out.read_text() == "{}"
+
+
 def test_a_last_line_that_is_cut_off_is_left_out(log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A log can be copied while its gateway writes it, even in the midst of a letter. A broken line in the middle is
     an error."""
