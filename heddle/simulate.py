@@ -119,7 +119,8 @@ def _scenario(parsed: argparse.Namespace) -> Scenario:
             raise ValueError("--tp chooses among the degrees of `tp`; this fleet lists its engines")
         if missing:
             raise ValueError(f"the fleet has no TP {missing[0]}; it has {', '.join(map(str, scenario.fleet.tp))}")
-        scenario = dataclasses.replace(scenario, fleet=dataclasses.replace(scenario.fleet, tp=tuple(parsed.tp)))
+        tp = tuple(dict.fromkeys(parsed.tp))
+        scenario = dataclasses.replace(scenario, fleet=dataclasses.replace(scenario.fleet, tp=tp))
     return dataclasses.replace(
         scenario,
         policies=tuple(dict.fromkeys(parsed.policy or scenario.policies)),

@@ -17,11 +17,14 @@ REDRAW_EVERY = 64
 """Trajectories between two updates of the bar, because an update costs more than an event of the rollout."""
 
 
-WIDE = 124
-"""Columns of a console that fits the whole table side by side."""
-
 NUM_NARROW = 4
-"""Figures that fit beside policy and fleet in 80 columns; the others go into tables below."""
+"""Figures that mostly fit beside policy and fleet in 80 columns; the others go into tables below."""
+
+MOST_COLUMNS = 10_000
+"""More than a table has; measured for a console, a table is never wider than that."""
+
+LEAST_FLEET = 12
+"""Characters of a fleet's name that stay in one line, however narrow the console."""
 
 
 class RunProgress:
@@ -91,19 +94,35 @@ def print_runs(runs: Sequence[Run], policies: Sequence[str], console: Console) -
     for (policy, fleet), line in sorted(lines.items(), key=lambda item: policies.index(item[0][0])):
         star = " *" if best[policy] == (policy, fleet) and len(best) < len(lines) else ""
         rows.append((policy, fleet + star, _cells(line, base)))
-    names = list(rows[0][2])
-    at_once = len(names) if console.width >= WIDE else NUM_NARROW
-    for some in (names[begin : begin + at_once] for begin in range(0, len(names), at_once)):
-        table = Table(box=SIMPLE_HEAD, pad_edge=False)
-        table.add_column("policy", no_wrap=True)
-        table.add_column("fleet", overflow="fold")
-        for name in some:
-            table.add_column(name, justify="right", no_wrap=True)
-        for policy, fleet, cells in rows:
-            table.add_row(policy, fleet, *(cells[name] for name in some))
+    for table in _tables(rows, console):
         console.print(table)
     console.print("* its best fleet. ratio: first policy's best makespan / this one. regret: makespan / bound.")
     console.print(f"No policy ends all trajectories before {_bounds(runs)}.", soft_wrap=True)
+
+
+def _tables(rows: Sequence[tuple[str, str, dict[str, str]]], console: Console) -> list[Table]:
+    """One table with all figures, or several with fewer, so that none is wider than the console."""
+    names = list(rows[0][2])
+    can_fold = max(max(len(fleet) for _, fleet, _ in rows) - LEAST_FLEET, 0)
+    at_any_width = console.options.update(width=MOST_COLUMNS)
+    for at_once in (len(names), *range(NUM_NARROW, 0, -1)):
+        groups = [names[begin : begin + at_once] for begin in range(0, len(names), at_once)]
+        tables = [_table(rows, some) for some in groups]
+        widest = max(console.measure(table, options=at_any_width).maximum for table in tables)
+        if widest - can_fold <= console.width:
+            break
+    return tables
+
+
+def _table(rows: Sequence[tuple[str, str, dict[str, str]]], names: Sequence[str]) -> Table:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("policy", no_wrap=True)
+    table.add_column("fleet", overflow="fold")
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
+    for policy, fleet, cells in rows:
+        table.add_row(policy, fleet, *(cells[name] for name in names))
+    return table
 
 
 def _cells(line: Sequence[Run], base: Sequence[Run]) -> dict[str, str]:

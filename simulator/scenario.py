@@ -120,6 +120,8 @@ class FleetSettings:
         assert all(by_degree) if not self.engines else not any(by_degree), "either engines, or gpus, profile and tp"
         for engines in self.engines:
             assert 0 < engines.count <= _MAX_ENGINES, f"engines: a count of at least 1, {_MAX_ENGINES:,} at most"
+        repeated = next((tp for tp in self.tp if self.tp.count(tp) > 1), None)
+        assert repeated is None, f"tp: {repeated} is there twice"  # a mean would count the same run twice
         for tp in self.tp:
             assert tp > 0 and self.gpus and self.gpus % tp == 0, f"tp {tp} does not divide {self.gpus} GPUs"
 

@@ -217,11 +217,11 @@ def test_a_seed_that_json_cannot_hold_or_below_0_is_refused(
     assert ended.value.code == 2 and "--seed: must be a whole number from 0 to 2^63 - 1" in capsys.readouterr().err
 
 
-def test_a_policy_or_a_seed_given_twice_is_played_once(scenario: str, tmp_path: Path) -> None:
+def test_a_policy_a_seed_or_a_tp_degree_given_twice_is_played_once(scenario: str, tmp_path: Path) -> None:
     """A mean would count the same run twice."""
     out = tmp_path / "runs.json"
-    twice = ("--policy", "slime", "--policy", "slime", "--seed", "2", "--seed", "2")
-    assert main(["simulate", scenario, "--tp", "4", *twice, "--json", str(out)]) == 0
+    twice = ("--policy", "slime", "--policy", "slime", "--seed", "2", "--seed", "2", "--tp", "4", "--tp", "4")
+    assert main(["simulate", scenario, *twice, "--json", str(out)]) == 0
     assert len(json.loads(out.read_bytes())["runs"]) == 1
 
 
@@ -356,3 +356,22 @@ def test_a_narrow_console_shows_whole_names_and_significant_digits(
         best = next(row for row in rows if row[3:5] == ["TP4", "*"])
         assert best[5].startswith(shown) and float(best[5].replace(",", "")) > 0
         assert max(map(len, printed[printed.index("makespan") : printed.index("* its best")].splitlines())) <= 80
+
+
+@pytest.mark.parametrize("columns", [80, 125, 130, 140])
+def test_a_table_that_is_too_wide_is_divided(
+    columns: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside long makespans and their spreads the fleets had no column, and names and figures ended in dots."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    path, trace = tmp_path / "wide.toml", tmp_path / "agents.jsonl"
+    path.write_text(SCENARIO.replace("verl", "attained-service"))
+    turns = [{"new_tokens": 0, "output_tokens": 5, "tool_s": tool_s} for tool_s in (20_000.0, 0.0)]
+    trace.write_text(json.dumps({"trajectory_id": "a", "context_tokens": 9, "turns": turns}))
+    assert main(["simulate", str(path), "--trace", str(trace), "--seed", "1", "--seed", "2"]) == 0
+    table = capsys.readouterr().out
+    table = table[table.index(" policy ") : table.index("* its best")]
+    rows = [line.split() for line in table.splitlines() if line.startswith((" heddle ", " attained-service "))]
+    assert [row[1:4] for row in rows] == [["2", "x", "TP2"], ["1", "x", "TP4"]] * 2 * (len(rows) // 4)
+    assert "20,000.1 ±0" in table and " lost" in table and "…" not in table
+    assert max(map(len, table.splitlines())) <= columns

@@ -110,6 +110,7 @@ def test_turns_have_no_queue_timeout_unless_the_file_sets_one(tmp_path: Path) ->
         ("seeds = [1, -1]\n" + FLEET, "seeds: from 0 to 9223372036854775807"),
         ("seeds = [1, 2, 1]\n" + FLEET, "seeds: 1 is there twice"),
         ('policies = ["heddle", "verl", "heddle"]\n' + FLEET, "policies: heddle is there twice"),
+        (FLEET.replace("tp = [1, 2]", "tp = [1, 2, 1]"), "fleet: tp: 1 is there twice"),
         (FLEET + "[reshape]\nevery_s = 1e-300", "reshape: every_s: above 0, at least 0.01"),
         (FLEET + "[reshape]\nmin_gain_share = nan", "reshape: relaunch_s and min_gain_share: from 0"),
         ("seeds = []\n" + FLEET, "policies and seeds: at least one of each"),
