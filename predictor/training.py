@@ -58,14 +58,29 @@ class _Log:
 
     def __init__(self, predictor: Predictor) -> None:
         self._predictor = predictor
-        self._progress: dict[str, Progress] = {}
+        self._progress: dict[str, list[Progress]] = {}  # of each trajectory: after 0, 1, 2, ... turns
         self._turns: dict[str, str] = {}
         self._over: set[str] = set()  # until another turn opens them again
         self.num_ended = self.num_partial = 0
 
     def take(self, line: dict[str, Any]) -> None:
-        if line.get("kind") in ("start", "continued"):  # how the scheduler was made; that an older file comes before
-            return
+        match line.get("kind"):
+            case "start":
+                self._began(line.get("records", []))
+            case "continued":  # an older file comes before
+                pass
+            case _:
+                self._happened(line)
+
+    def _began(self, records: Sequence[dict[str, Any]]) -> None:
+        """A process begins, which knows these trajectories. Turns that a killed one logged, and whose record it lost,
+        are asked for again.
+        """
+        for record in records:
+            if known := self._progress.get(str(record["trajectory_id"])):
+                del known[int(record["num_turns"]) + 1 :]
+
+    def _happened(self, line: dict[str, Any]) -> None:
         match line["type"]:
             case "TurnArrived":
                 self._arrived(line)
@@ -81,32 +96,35 @@ class _Log:
     def _arrived(self, line: dict[str, Any]) -> None:
         name, prompt = str(line["trajectory_id"]), int(line["prompt_tokens"])
         self._turns[str(line["turn_id"])] = name
-        known = self._progress.get(name) or Progress(name, str(line["group_id"]), prompt_tokens=prompt)
-        self._progress[name] = progress = replace(known, context_tokens=prompt)
-        self._predictor.predict(progress)
+        known = self._progress.setdefault(name, [Progress(name, str(line["group_id"]), prompt_tokens=prompt)])
+        known[-1] = replace(known[-1], context_tokens=prompt)
+        self._predictor.predict(known[-1])
 
     def _finished(self, line: dict[str, Any]) -> None:
-        known = self._progress.get(self._turns.pop(str(line["turn_id"]), ""))
-        if known is None:  # its beginning is in an older file
+        progress = self._progress.get(self._turns.pop(str(line["turn_id"]), ""))
+        if progress is None:  # its beginning is in an older file
             return
-        prompt, made = int(line["prompt_tokens"]), int(line["output_tokens"])
-        self._progress[known.trajectory_id] = replace(
-            known,
-            prompt_tokens=known.prompt_tokens if known.num_turns else prompt,
-            context_tokens=prompt + made,
-            output_tokens=known.output_tokens + made,
-            last_output_tokens=made,
-            num_turns=known.num_turns + 1,
+        known, prompt, made = progress[-1], int(line["prompt_tokens"]), int(line["output_tokens"])
+        progress.append(
+            replace(
+                known,
+                prompt_tokens=known.prompt_tokens if known.num_turns else prompt,
+                context_tokens=prompt + made,
+                output_tokens=known.output_tokens + made,
+                last_output_tokens=made,
+                num_turns=known.num_turns + 1,
+            )
         )
 
     def _saved(self, record: dict[str, Any]) -> None:
         name, state = str(record["trajectory_id"]), record["state"]
-        known = self._progress.get(name)
+        progress = self._progress.get(name)
         if state == "active":
             self._over.discard(name)
-        if state == "active" or known is None or name in self._over:
+        if state == "active" or progress is None or name in self._over:
             return
         self._over.add(name)
+        known = progress[-1]
         is_whole = (known.num_turns, known.output_tokens) == (record["num_turns"], record["output_tokens"])
         if state == "finished" and is_whole:
             self._predictor.ended(known)

@@ -338,6 +338,25 @@ def test_a_trajectory_that_began_before_its_log_is_not_learned(
     assert f"events.jsonl: skipped {num_partial} trajectories whose first turns are not in it" in printed
 
 
+def test_turns_that_a_killed_gateway_logged_and_did_not_keep_are_not_learned(tmp_path: Path) -> None:
+    """Its clients asked for them again. With them, the trajectory was skipped, as one that began in an older file."""
+    arrived, dispatch, finished, saved = logged("t", 900, "finished")
+    unfinished = logged("t", 900, "active")[-1]
+    begins = {"at": 3.0, "kind": "start", "records": [{"trajectory_id": "t", "num_turns": 0}]}
+    events = tmp_path / "events.jsonl"
+    again = [arrived, dispatch, finished, saved]
+    events.write_bytes(b"\n".join([arrived, dispatch, finished, unfinished, json.dumps(begins).encode(), *again]))
+    learned: list[Progress] = []
+
+    class Noting(TabularPredictor):
+        def ended(self, progress: Progress) -> None:
+            learned.append(progress)
+
+    assert learn_events(Noting(), events) == (1, 0)
+    [progress] = learned
+    assert (progress.num_turns, progress.output_tokens, progress.context_tokens) == (1, 900, 1000)
+
+
 @pytest.mark.parametrize(("number", "is_shown"), [(99, False), (100, True)])
 def test_the_longest_hundredth_needs_a_hundred_trajectories(number: int, is_shown: bool) -> None:
     """Of fewer, it would be a single one, found or not; its columns stay empty, and the summary leaves them out."""

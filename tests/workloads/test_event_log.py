@@ -58,6 +58,29 @@ def test_trajectories_that_began_before_the_log_are_left_out(
     assert "began in an older file, whose lines must come before it: 12." in capsys.readouterr().out
 
 
+def test_turns_that_a_killed_gateway_logged_and_did_not_keep_are_left_out(
+    log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its clients asked for them again. With them, a trajectory seemed to have begun in an older file, and one that did
+    not go on had a turn that the gateway does not know."""
+    whole, events = lengths(import_trace(log)), log.read_bytes().splitlines(keepends=True)
+    number, saved = next(
+        (number, json.loads(line)["record"])
+        for number, line in enumerate(events)
+        if (json.loads(line).get("record") or {}).get("num_turns") == 2
+    )
+    start = {**json.loads(events[0]), "records": [{**saved, "num_turns": 1}]}
+    begins = json.dumps(start).encode() + b"\n"
+    turn = next(n for n in range(number, 0, -1) if json.loads(events[n]).get("type") == "TurnFinished")
+    arrived = next(line for line in events if json.loads(line).get("turn_id") == json.loads(events[turn])["turn_id"])
+    log.write_bytes(b"".join([*events[: number + 1], begins, arrived, *events[turn:]]))
+    assert lengths(import_trace(log)) == whole
+    assert main(["import", str(log), "--out", str(tmp_path / "out.jsonl")]) == 0
+    assert "Left out" not in capsys.readouterr().out
+    log.write_bytes(b"".join([*events[: number + 1], begins]))
+    assert len(lengths(import_trace(log))[f"{saved['trajectory_id']}-0"][2]) == 1  # type: ignore[index]
+
+
 def test_a_log_in_which_no_trajectory_began_is_refused_with_the_cause(log: Path) -> None:
     """It was said to hold no trajectory."""
     events = log.read_bytes().splitlines(keepends=True)

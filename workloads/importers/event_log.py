@@ -5,7 +5,11 @@
     {"at": 9.0, "kind": "action", "type": "Save", "record": {"trajectory_id": "t", "num_turns": 1, ...}}
 
 A trajectory is a session. One that began in an older file is left out: its record counts more turns than the log has.
-One that still runs at the log's end is cut there, and a last line that is cut off is left out.
+One that still runs at the log's end is cut there, and a last line that is cut off is left out. Turns that a killed
+gateway logged, and whose record it lost, are left out: its clients asked for them again. The next process tells in its
+first line which turns it knows.
+
+    {"at": 12.0, "kind": "start", "records": [{"trajectory_id": "t", "num_turns": 1, ...}], ...}
 """
 
 from __future__ import annotations
@@ -53,7 +57,13 @@ def read_event_log(path: Path) -> Workload:
             case "Save":
                 saved = Record(record.fields.get("record"), f"{record.where}, record")
                 num_turns[saved.text("trajectory_id")] = saved.count("num_turns")
-    whole = [(name, calls) for name, calls in sessions.items() if len(calls) == num_turns.get(name)]
+            case None if record.fields.get("kind") == "start":
+                for known in record.records("records"):
+                    trajectory_id, num_known = known.text("trajectory_id"), known.count("num_turns")
+                    if trajectory_id in num_turns:
+                        num_turns[trajectory_id] = num_known
+                    del sessions.get(trajectory_id, [])[num_known:]
+    whole = [(name, calls) for name, calls in sessions.items() if calls and len(calls) == num_turns[name]]
     num_older = sum(num > 0 for num in num_turns.values()) - len(whole)
     if num_older and not whole:
         raise TraceError(f"{path}: all trajectories in it began in an older file, whose lines must come before it")
