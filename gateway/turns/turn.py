@@ -271,6 +271,7 @@ class Turn:
         first_dispatch_at = self.first_dispatch_at
         # An empty tuple if there is none: the garbage collector does not track a row of plain values.
         versions = (self.versions_made if self.choices else None) or self.versions or ()
+        has_tokens = outcome == "finished" and bool(self.choices)
         return {
             "turn_id": self.turn_id,
             "api": self.ask.api,
@@ -291,6 +292,6 @@ class Turn:
             "output_tokens": self.usage.completion_tokens if self.usage else self.num_chunks,
             "finish_reason": self.finish_reason,
             "weight_versions": versions,
-            "tokens": "none" if not self.choices else "kept" if self.ask.keeps_tokens else "not_wanted",
+            "tokens": "none" if not has_tokens else "kept" if self.ask.keeps_tokens else "not_wanted",
             "error": error.error.openai() if error else None,
         }

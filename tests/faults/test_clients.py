@@ -279,6 +279,25 @@ async def test_a_turn_is_aborted_when_all_its_clients_have_left(client: httpx.As
         await eventually(lambda: outcomes_are(client, gateway.url, "mine", ["left"]))
 
 
+@pytest.mark.parametrize("outcome", ["left", "aborted"])
+async def test_a_turn_that_does_not_finish_keeps_no_tokens_and_says_so(client: httpx.AsyncClient, outcome: str) -> None:
+    """Its history said that they were kept; neither the export nor the tokens of its trajectory had them."""
+    mine = {"x-trajectory-id": "mine"}
+    async with (
+        serve_engine(SimulatedEngineSettings()) as engine,
+        running_gateway(engine, token_legs="auto") as gateway,
+    ):
+        async with client_connection(gateway.url, "chat", body_of("chat", True, LONG), mine) as answer:
+            await answer.readuntil(b"data: ")
+            if outcome == "aborted":
+                assert (await client.delete(f"{gateway.url}/v1/trajectories/mine")).status_code == 200
+                await eventually(lambda: outcomes_are(client, gateway.url, "mine", [outcome]))
+        await eventually(lambda: outcomes_are(client, gateway.url, "mine", [outcome]))
+        [turn] = await turns_of(client, gateway.url, "mine")
+        assert turn["output_tokens"] > 0 and turn["tokens"] == "none"
+        assert (await client.get(f"{gateway.url}/v1/trajectories/mine/tokens")).json()["turns"] == []
+
+
 async def test_a_client_that_repeats_at_once_after_leaving_gets_a_new_turn(client: httpx.AsyncClient) -> None:
     """The abandoned turn is about to be aborted; joining it would mean waiting for nothing."""
     async with serve_engine(SimulatedEngineSettings(speed_up=100)) as engine, running_gateway(engine) as gateway:
