@@ -18,7 +18,7 @@ from engines.sglang_messages import MessageReader
 from engines.sglang_responses import chat_of_response
 from engines.token_ids import TokenIds, cut_ids, with_ids, with_prompt
 from engines.tokens import Asking, Delta, Piece, Rendered, TokenLeg, Whole
-from engines.upstream import SGLANG_GENERATE, Upstream, salted, without_field
+from engines.upstream import SGLANG_GENERATE, TooDeep, Upstream, encoded, salted, without_field
 
 _CHATS = "/v1/chat/completions"
 _COMPLETIONS = "/v1/completions"
@@ -106,14 +106,17 @@ class SglangTokens:
         return passed
 
     def render(self, path: str, request: Mapping[str, Any], body: bytes) -> Upstream | None:
-        if path == _CHATS:
-            # The route takes a chat's every field, but answers a stream with 501.
-            return Upstream(TOKENIZE, b"", without_field(body, request, "stream")[0])
         if path == _COMPLETIONS:
             prompt = request.get("prompt")
             return Upstream(TOKENIZE, b"", orjson.dumps({"prompt": prompt})) if isinstance(prompt, str) else None
-        chat = self._chat_of(path, request)
-        return Upstream(TOKENIZE, b"", orjson.dumps(chat)) if chat is not None else None
+        try:
+            if path == _CHATS:
+                # The route takes a chat's every field, but answers a stream with 501.
+                return Upstream(TOKENIZE, b"", without_field(body, request, "stream")[0])
+            chat = self._chat_of(path, request)
+            return Upstream(TOKENIZE, b"", encoded(chat)) if chat is not None else None
+        except TooDeep:
+            return None  # the engine's own route gets the body as it came
 
     def rendered(
         self, path: str, request: Mapping[str, Any], answer: bytes, num_calls: int | None = None
@@ -140,8 +143,8 @@ class SglangTokens:
             if path == "/v1/messages":
                 return chat_of_messages(request, self._facts.reasoning_parser)
             return chat_of_response(request, self._facts.is_storing)
-        except (AttributeError, KeyError, TypeError, ValueError):
-            return None  # malformed, as above
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
+            return None  # malformed, as above, or nested too deeply
 
     def _rendered(self, is_chat: bool, request: Mapping[str, Any], ids: TokenIds) -> Rendered | None:
         grammar = _grammar(request)
@@ -162,20 +165,21 @@ class SglangTokens:
         num_logprobs = _num_logprobs(request, is_chat)
         includes_stop = bool(request.get("no_stop_trim") or request.get("include_stop_str_in_output"))
         given = {name: request[name] for name in _ALIKE if request.get(name) is not None}
-        orjson.dumps([given, request.get("extra_key")])  # a TypeError if it is too deep to be sent on
         further = {"no_stop_trim": includes_stop, "sampling_seed": request.get("seed")}
         sampling = {**_DEFAULTS, **given, **grammar, **further}
         stop = request.get("stop") or ()
+        call = {
+            "sampling_params": sampling,
+            "return_logprob": num_logprobs is not None,
+            "top_logprobs_num": num_logprobs or 0,
+            "cache_salt": request.get("cache_salt"),
+            "extra_key": request.get("extra_key"),
+        }
+        encoded(call)  # raises TooDeep if it cannot be sent on
         return Rendered(
             kind=self.kind,
             prompt_ids=ids,
-            call={
-                "sampling_params": sampling,
-                "return_logprob": num_logprobs is not None,
-                "top_logprobs_num": num_logprobs or 0,
-                "cache_salt": request.get("cache_salt"),
-                "extra_key": request.get("extra_key"),
-            },
+            call=call,
             max_tokens=16 if wanted is None else wanted,
             min_tokens=request.get("min_tokens") or 0,
             stop=(stop,) if isinstance(stop, str) else tuple(stop),

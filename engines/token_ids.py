@@ -15,6 +15,8 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
+from engines.upstream import encoded
+
 ID_BYTES = 4
 """Size of an id as an integer."""
 _COMMA = ord(",")
@@ -129,13 +131,16 @@ def put_together(parts: Iterable[TokenIds]) -> TokenIds:
 
 
 def with_ids(call: Any) -> bytes:
-    """JSON of a value that contains TokenIds."""
-    return orjson.dumps(call, default=_fragment)
+    """JSON of a value that contains TokenIds. Raises TooDeep."""
+    return encoded(call, _fragment)
 
 
 def with_prompt(call: dict[str, Any], name: str, ids: TokenIds) -> tuple[bytes, ...]:
-    """JSON of a call, with these ids as its last field, in pieces: `with_ids` would copy them three times."""
-    return b'%b,"%b":[' % (orjson.dumps(call)[:-1], name.encode()), ids.text, b"]}"
+    """JSON of a call, with these ids as its last field, in pieces: `with_ids` would copy them three times.
+
+    Raises: TooDeep.
+    """
+    return b'%b,"%b":[' % (encoded(call)[:-1], name.encode()), ids.text, b"]}"
 
 
 def _fragment(value: object) -> orjson.Fragment:

@@ -1,6 +1,6 @@
 """Requests to an engine: what a leg asks for, and how the client's body becomes the engine's."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from hashlib import blake2b
 from typing import Any
 
@@ -22,7 +22,9 @@ _MAX_SALT_LENGTH = 128
 
 
 class TooDeep(ValueError):
-    """A request cannot be re-encoded: JSON is read to a greater depth than it is written. The client's mistake."""
+    """A request cannot be re-encoded: JSON is read to a greater depth than it is written, and with larger numbers. The
+    client's mistake.
+    """
 
 
 @value_class(frozen=True, slots=True)
@@ -67,7 +69,7 @@ def with_fields(body: bytes, request: Mapping[str, Any], fields: Mapping[str, An
     if not fields:
         return body
     if any(name in request for name in fields) or not request:
-        return _encoded({**request, **fields})
+        return encoded({**request, **fields})
     return body.replace(b"{", orjson.dumps(fields)[:-1] + b",", 1)
 
 
@@ -76,7 +78,7 @@ def without_field(body: bytes, request: Mapping[str, Any], name: str) -> tuple[b
     if name not in request:
         return body, request
     rest = {other: value for other, value in request.items() if other != name}
-    return _encoded(rest), rest
+    return encoded(rest), rest
 
 
 def salted(request: Mapping[str, Any], cache_salt: str) -> dict[str, Any]:
@@ -106,8 +108,15 @@ def stream_options(leg: Leg) -> dict[str, Any]:
     return {"stream_options": {**options, "include_usage": True, "continuous_usage_stats": False}}
 
 
-def _encoded(request: Mapping[str, Any]) -> bytes:
+def encoded(request: Any, default: Callable[[Any], Any] | None = None) -> bytes:
+    """The JSON of a request or of a part of it.
+
+    Args:
+        default: gives what stands for a value that JSON does not have.
+
+    Raises: TooDeep.
+    """
     try:
-        return orjson.dumps(request)
+        return orjson.dumps(request, default)
     except orjson.JSONEncodeError:
-        raise TooDeep("The request is nested too deeply.") from None
+        raise TooDeep("The request is nested too deeply, or has too large a number.") from None

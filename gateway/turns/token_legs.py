@@ -13,6 +13,7 @@ from xxhash import xxh3_128
 
 from engines.http import BadResponse
 from engines.tokens import Rendered, TokenRoutes, has_tools
+from engines.upstream import TooDeep
 from gateway.clock import Clock
 from gateway.config import Settings
 from gateway.fleet.member import Member
@@ -153,7 +154,7 @@ class TokenLegs:
         except Diverged:
             error = api_error(502, "The answer cannot be continued as it began.", "stream_broken")
             raise LegFailed(Fault.REQUEST, error) from None
-        except BrokenValue:
+        except (BrokenValue, TooDeep):
             raise  # the client's mistake
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise BadResponse(f"an answer of its token routes is malformed: {error!r}") from None

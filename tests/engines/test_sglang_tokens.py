@@ -113,6 +113,16 @@ def test_a_field_nested_too_deeply_is_left_to_the_engine(name: str) -> None:
     assert rendered(CHAT | {name: deep}) is None
 
 
+def test_a_use_too_deep_to_be_converted_is_left_to_the_engine() -> None:
+    """JSON may be as deep as Python's recursion limit, at which the conversion ends."""
+    deep: dict[str, Any] = {}
+    for _ in range(1100):
+        deep = {"a": deep}
+    use = {"type": "tool_use", "id": "a", "name": "f", "input": deep}
+    request = {"model": "m", "max_tokens": 8, "messages": [{"role": "assistant", "content": [use]}]}
+    assert tokens().render("/v1/messages", request, b"") is None
+
+
 def test_sampling_parameters_with_model_defaults_must_be_explicit() -> None:
     """`/generate` does not read generation_config.json, which the chat route reads unless told otherwise."""
     named = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}

@@ -16,6 +16,8 @@ from tests.support.gateway import running_gateway
 
 ANSWER = b'{"choices":[{"index":0,"message":{"content":"x"},"finish_reason":"stop"}]}'
 
+MESSAGES = b'"messages":[{"role":"user","content":"hello"}],'
+
 BAD_BODIES: dict[str, bytes] = {
     "nothing": b"",
     "bad JSON": b'{"model": "simulated", ',
@@ -350,6 +352,40 @@ async def test_a_request_too_deep_to_rewrite_gets_400(client: httpx.AsyncClient)
         response = await client.post(gateway.url + PATHS["chat"], content=body)
         check_error("chat", response, 400)
         assert "nested" in response.text and engine.posts == []
+
+
+def deep(levels: int) -> bytes:
+    return b'{"a":' * levels + b"1" + b"}" * levels
+
+
+TOOLS = b'[{"type":"function","function":{"name":"f","parameters":{"type":"object","properties":{}}}}]'
+# Requests that can be read, but not written in the form that token routes take.
+NOT_WRITABLE: dict[str, tuple[str, str, bytes]] = {
+    "a deep chat": ("sglang", "chat", b'"stream":true,"x":%s' % deep(300)),
+    "deep calls": ("sglang", "responses", b'"input":[{"type":"function_call","call_id":%s,"name":"f"}]' % deep(300)),
+    "a huge number": ("sglang", "completions", b'"prompt":"hello","logprobs":%d' % 2**64),
+    "a huge seed": ("sglang", "completions", b'"prompt":"hello","n":2,"seed":%d' % (2**64 - 1)),
+    "a deep chat with tools": ("vllm", "chat", b'"tools":%s,"max_tokens":8,"x":%s' % (TOOLS, deep(300))),
+}
+
+
+@pytest.mark.parametrize("name", NOT_WRITABLE)
+async def test_a_request_that_token_routes_cannot_be_sent_is_not_their_engines_fault(
+    client: httpx.AsyncClient, name: str
+) -> None:
+    """It is served by the engine's own route, or refused, after one leg. However many such requests come, the engine
+    stays in use."""
+    kind, api, fields = NOT_WRITABLE[name]
+    body = b'{"model":"simulated",%s%s}' % (b"" if b'"messages"' in fields or api != "chat" else MESSAGES, fields)
+    settings = SimulatedEngineSettings(dialect=kind, speed_up=200)  # type: ignore[arg-type]
+    async with serve_engine(settings) as url, running_gateway(url, token_legs="auto", retry_pause_s=0.01) as gateway:
+        for number in range(3):
+            response = await client.post(gateway.url + f"/t/{number}" + PATHS[api], content=body)
+            assert response.status_code < 500, response.text
+            turns = (await client.get(f"{gateway.url}/v1/trajectories/{number}")).json()["turns"]
+            assert [turn["legs"] for turn in turns] == [1]
+        [shown] = (await client.get(gateway.url + "/v1/engines")).json()["data"]
+        assert (shown["state"], shown["last_fault"]) == ("ready", None)
 
 
 @pytest.mark.parametrize(("path", "token_legs"), [("/generate", "off"), ("/v1/chat/completions", "auto")])
