@@ -77,7 +77,7 @@ class Drivers:
             StartFailed: a server did not become ready, or did not wake.
             LaunchFailed: it could not even be launched.
             LaunchHindered: it cannot be launched now.
-            StopFailed: its node or its cluster does not answer.
+            StopFailed: its node or its cluster does not answer, or this machine's disk is full.
             SleepFault, CannotSleep: it did not fall asleep.
             GatewayAway, GatewayRefused: see there.
         """
@@ -157,7 +157,7 @@ class Drivers:
                 tp = await self._tp(server_id)
                 try:
                     await self._launcher.stop(server_id, self._fleet.limits.stop_grace_s)
-                except (TimeoutError, ConnectionError) as fault:
+                except OSError as fault:
                     raise StopFailed(str(fault)) from fault
                 self._ended("stop", server_id, tp)
             case Remove():

@@ -87,6 +87,6 @@ class Launcher(Protocol):
     async def stop(self, server_id: str, grace_s: float) -> None:
         """End a server and all its processes, by force after the grace; on return its devices are free. Idempotent.
 
-        Raises TimeoutError if its node does not confirm it, ConnectionError if a cluster cannot be reached; both are
-        safe to repeat.
+        Raises TimeoutError if its node does not confirm it, ConnectionError if a cluster cannot be reached, and another
+        OSError if the launcher cannot do it now, as on a full disk; all are safe to repeat.
         """

@@ -193,8 +193,11 @@ class Line:
         pass
 
 
-@pytest.mark.parametrize("fault", [TimeoutError("is node-a lost?"), ConnectionError("Kubernetes: 503")])
-async def test_a_stop_that_a_lost_node_does_not_confirm_is_no_defect(fault: Exception, memory_folder: Path) -> None:
+@pytest.mark.parametrize(
+    "fault",
+    [TimeoutError("is node-a lost?"), ConnectionError("Kubernetes: 503"), OSError(errno.ENOSPC, "No space left")],
+)
+async def test_a_stop_that_fails_is_no_defect(fault: Exception, memory_folder: Path) -> None:
     """It has an alarm of its own, as long as the server is not known to have ended; then the change goes on. It was
     called a defect to report."""
     async with answering_engines() as port:
