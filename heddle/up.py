@@ -17,6 +17,9 @@ from controller.fleet_file import FleetFile, FleetFileError, load_fleet_file
 from engines.listener import bound
 
 _PR_SET_PDEATHSIG = 1
+# Where a keeper or systemd keeps descriptors of this process. Those of its gateway would never come back to a gateway,
+# and the kept listening socket would be in the way of the next one.
+_KEEPERS_VARIABLES = ("NOTIFY_SOCKET", "FDSTORE")
 _EPILOG = """examples:
   HEDDLE_ADMIN_KEY=... heddle up --fleet fleet.toml
   HEDDLE_ADMIN_KEY=... heddle up --fleet fleet.toml --config heddle.toml
@@ -113,4 +116,5 @@ async def _started(*arguments: str) -> asyncio.subprocess.Process:
             os.kill(os.getpid(), signal.SIGTERM)
 
     command = (sys.executable, "-m", "heddle", *arguments)
-    return await asyncio.create_subprocess_exec(*command, preexec_fn=end_with_parent)
+    environment = {name: value for name, value in os.environ.items() if name not in _KEEPERS_VARIABLES}
+    return await asyncio.create_subprocess_exec(*command, env=environment, preexec_fn=end_with_parent)

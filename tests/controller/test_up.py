@@ -72,6 +72,45 @@ async def test_a_fleet_serves_with_one_command(how: signal.Signals, tmp_path: Pa
         assert [server.state for server in servers] == [ServerState.RUNNING] * 2
 
 
+async def test_a_keeper_starts_it_again_when_its_gateway_is_killed(tmp_path: Path) -> None:
+    """`heddle keep` keeps descriptors of the command that it starts, which is not the gateway here. It kept the
+    gateway's listening socket all the same: no further `heddle up` could listen, and clients waited there for ever."""
+    url = f"http://127.0.0.1:{free_port()}"
+    path = write_fleet(tmp_path, url, free_port())
+    store = f"sqlite:{tmp_path / 'store.sqlite3'}"
+    async with stopped_at_the_end(load_fleet_file(path)), httpx.AsyncClient(timeout=5) as client:
+        keeper = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "heddle", "keep", "--"),
+            *(sys.executable, "-m", "heddle", "up", "--fleet", str(path), "--log-level", "warning"),
+            env={**os.environ, ADMIN_KEY_VARIABLE: ADMIN_KEY, "HEDDLE_STORE": store},
+        )
+        try:
+
+            async def serves() -> bool:
+                try:
+                    return (await client.get(f"{url}/healthz")).is_success
+                except httpx.TransportError:
+                    return False
+
+            await eventually(serves, TIMEOUT_S)
+            (one,) = children(keeper.pid)
+            (gateway,) = (pid for pid in children(one) if "serve" in arguments_of(pid))
+            os.kill(gateway, signal.SIGKILL)
+            await eventually(lambda: children(keeper.pid) != [one], TIMEOUT_S)
+            await eventually(serves, TIMEOUT_S)
+        finally:
+            keeper.terminate()
+            await keeper.wait()
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def arguments_of(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+
+
 async def test_the_fleet_in_its_help_text_is_valid(tmp_path: Path) -> None:
     """A newcomer who copies it gets engines."""
     _, output = await heddle("up", "--help")
