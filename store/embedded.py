@@ -151,8 +151,9 @@ class EmbeddedStore:
 
     def put_piece(self, trajectory_id: str, name: str, data: bytes) -> None:
         self._pieces.put(trajectory_id, name, data)
-        self._behind.setdefault(trajectory_id, _Behind()).num_pieces += 1
-        self._pieces.when_written(partial(self._piece_written, trajectory_id))
+        behind = self._behind.setdefault(trajectory_id, _Behind())
+        behind.num_pieces += 1
+        self._pieces.when_written(partial(self._piece_written, trajectory_id, behind))
 
     def drop_pieces(self, trajectory_id: str, prefix: str = "") -> None:
         self._pieces.drop(trajectory_id, prefix)
@@ -235,9 +236,8 @@ class EmbeddedStore:
         rows = self._rows[trajectory_id] = _Rows(self._last_record)
         return rows
 
-    def _piece_written(self, trajectory_id: str) -> None:
-        behind = self._behind.get(trajectory_id)
-        if behind is None:  # everything was put anew meanwhile
+    def _piece_written(self, trajectory_id: str, behind: _Behind) -> None:
+        if self._behind.get(trajectory_id) is not behind:  # everything was put anew meanwhile
             return
         behind.num_pieces -= 1
         if not behind.num_pieces:

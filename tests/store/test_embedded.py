@@ -12,6 +12,7 @@ import pytest
 
 from store import StoreCorrupt, StoredTrajectory, StoreError, StoreInUse, StoreSettings, open_store
 from tests.store.child import child, last_number_before_kill
+from tests.support.gateway import eventually
 
 
 async def test_every_settled_put_survives_sigkill(tmp_path: Path) -> None:
@@ -313,6 +314,39 @@ async def test_a_store_that_closes_once_the_disk_has_room_again_is_healed_first(
     )
     found = await _trajectory_left_by(process, "closed", path)
     assert found.turns == [{"number": 1}, {"number": 2}]
+
+
+async def test_what_is_put_anew_waits_for_its_own_pieces(tmp_path: Path) -> None:
+    """A piece from before everything was put anew counted for the next one of its trajectory. A process killed then
+    left a record without that piece."""
+    path = tmp_path / "store.sqlite3"
+    store = open_store(f"sqlite:{path}", StoreSettings(backoff_max_s=0.01, piece_pause_s=1.0))
+    await store.open()
+
+    def rewrite() -> None:
+        store.put_piece("t", "new", b"")
+        store.put_trajectory("t", {})
+
+    def count(file: Path, table: str) -> int:
+        with closing(sqlite3.connect(file)) as database:
+            return int(database.execute(f"SELECT count(*) FROM {table}").fetchone()[0])
+
+    store.on_loss(rewrite)
+    pieces = tmp_path / "store.sqlite3-pieces"
+    with (
+        closing(sqlite3.connect(pieces, isolation_level=None)) as holds_pieces,
+        closing(sqlite3.connect(path, isolation_level=None)) as holds_records,
+    ):
+        holds_records.execute("BEGIN IMMEDIATE")
+        store.put_trajectory("other", {})
+        await eventually(lambda: not store.health().ok)
+        holds_pieces.execute("BEGIN IMMEDIATE")  # for a moment: SQLite waits five seconds for it
+        store.put_piece("t", "old", b"")
+        holds_records.execute("ROLLBACK")
+        await eventually(lambda: store.health().num_losses == 1)
+    await eventually(lambda: count(path, "record") == 1)
+    assert count(pieces, "piece") == 2
+    await store.close()
 
 
 async def test_a_turn_without_its_trajectory_does_not_stop_the_start(tmp_path: Path) -> None:
