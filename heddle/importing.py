@@ -48,6 +48,6 @@ def run(parsed: argparse.Namespace) -> int:
 def _check_kept(source: Path, out: Path) -> None:
     """Refuse to write over what is to be read, also in a folder and under another name."""
     read = source.iterdir() if source.is_dir() else [source]
-    if out.exists() and any(out.samefile(file) for file in read):
+    if out.exists() and any(file.exists() and out.samefile(file) for file in read):
         which = "in the folder" if source.is_dir() else "the file"
         raise TraceError(f"--out: {out} is {which} to read, and would be overwritten")

@@ -58,6 +58,16 @@ def test_trajectories_that_began_before_the_log_are_left_out(
     assert "began in an older file, whose lines must come before it: 12." in capsys.readouterr().out
 
 
+def test_a_trajectory_whose_record_the_log_lacks_is_left_out(log: Path) -> None:
+    """It began in an older file, and this one, copied while the gateway wrote it, ends before its record."""
+    events = log.read_bytes().splitlines(keepends=True)
+    finished = next(line for line in events if json.loads(line).get("type") == "TurnFinished")
+    arrived = next(line for line in events if json.loads(line).get("turn_id") == json.loads(finished)["turn_id"])
+    log.write_bytes(b"".join([b'{"kind":"continued"}\n', arrived, finished]))
+    with pytest.raises(TraceError, match="all trajectories in it began in an older file"):
+        import_trace(log)
+
+
 def test_turns_that_a_killed_gateway_logged_and_did_not_keep_are_left_out(
     log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -128,8 +138,9 @@ def test_a_file_of_a_folder_is_not_overwritten_with_its_trace(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It was one of many recorded conversations."""
-    (tmp_path / "agents.json").write_text("{}")
     out = tmp_path / "agents.json"
+    out.write_text("{}")
+    (tmp_path / "a-link.json").symlink_to(tmp_path / "gone")
     assert main(["import", str(tmp_path), "--out", str(out)]) == 2
     error = f"heddle import: --out: {out} is in the folder to read, and would be overwritten\n"
     assert capsys.readouterr().err == error

@@ -58,13 +58,14 @@ def read_event_log(path: Path) -> Workload:
                 saved = Record(record.fields.get("record"), f"{record.where}, record")
                 num_turns[saved.text("trajectory_id")] = saved.count("num_turns")
             case None if record.fields.get("kind") == "start":
-                for known in record.records("records"):
-                    trajectory_id, num_known = known.text("trajectory_id"), known.count("num_turns")
+                for kept in record.records("records"):
+                    trajectory_id, num_kept = kept.text("trajectory_id"), kept.count("num_turns")
                     if trajectory_id in num_turns:
-                        num_turns[trajectory_id] = num_known
-                    del sessions.get(trajectory_id, [])[num_known:]
-    whole = [(name, calls) for name, calls in sessions.items() if calls and len(calls) == num_turns[name]]
-    num_older = sum(num > 0 for num in num_turns.values()) - len(whole)
+                        num_turns[trajectory_id] = num_kept
+                    del sessions.get(trajectory_id, [])[num_kept:]
+    whole = [(name, calls) for name, calls in sessions.items() if calls and len(calls) == num_turns.get(name)]
+    begun = {name for name, calls in sessions.items() if calls} | {name for name, num in num_turns.items() if num}
+    num_older = len(begun) - len(whole)
     if num_older and not whole:
         raise TraceError(f"{path}: all trajectories in it began in an older file, whose lines must come before it")
     workload = workload_of_sessions(path.name.split(".")[0], whole, groups)
