@@ -4,7 +4,8 @@ The scheduler handles what happened; the dispatcher uses the room that this left
 enter an engine (rules 11 to 15). Rules:
 
 6. A waiting turn is in one queue: its home's own while its trajectory is resident there and the home may serve the
-   turn, else its model's. When its trajectory gets a new home, the turn is routed again.
+   turn, else its model's. When its trajectory gets a new home, the turn is routed again. A home that does not serve
+   the turn's model any more loses the claim, which nothing else would end while the turn waits.
 7. When contexts have outgrown an engine's KV, the least urgent residents that do not run give up their claims and enter
    again, there or elsewhere. An engine that is left to evict by itself evicts every context in turn (thrashing).
 8. A trajectory is saved before one of its turns is dispatched to a new home.
