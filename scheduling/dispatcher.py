@@ -164,7 +164,8 @@ class Dispatcher:
         """Route the homeless turns whose trajectories have claims at a home that may serve them again (it had failed
         them), and release the claims at one that serves them no more. Such a claim may be what keeps a turn that the
         home is reserved for from entering."""
-        for turn in [turn for queue in self._queues.homeless.values() for turn in queue]:
+        queues = self._queues.homeless.values()
+        for turn in [turn for queue in queues for turn in queue if turn.trajectory.home is not None]:
             home = self._resident_home(turn)
             if home is None or turn.state is not WAITING:
                 continue
