@@ -147,29 +147,33 @@ class Outlet:
         if self._client is not None:
             await self._client.drain()
 
-    async def follow(self, client: Client) -> None:
-        """Send another client everything that was and will be sent here."""
-        assert self.kept is not None
-        kept, index = self.kept, 0
+    def expect_follower(self) -> None:
+        """Keep all of the answer, however long it gets, until `lose_follower`: another client will follow."""
         self._num_following += 1
         if self.recall is not None:
             self.recall()
-        try:
-            while True:
-                if self._head is not None and index == 0:
-                    client.start(*self._head)
-                while index < len(kept):
-                    index += 1
-                    client.write(kept[index - 1], more=not (self._has_ended and index == len(kept)))
-                    if client.is_full:
-                        await client.drain()
-                if self._has_ended:
-                    return
-                news: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-                self._followers.append(news)
-                await news
-        finally:
-            self._num_following -= 1
+
+    def lose_follower(self) -> None:
+        """It follows no longer."""
+        self._num_following -= 1
+
+    async def follow(self, client: Client) -> None:
+        """Send another client, expected already unless the answer has ended, all that was and will be sent here."""
+        assert self.kept is not None
+        kept, index = self.kept, 0
+        while True:
+            if self._head is not None and index == 0:
+                client.start(*self._head)
+            while index < len(kept):
+                index += 1
+                client.write(kept[index - 1], more=not (self._has_ended and index == len(kept)))
+                if client.is_full:
+                    await client.drain()
+            if self._has_ended:
+                return
+            news: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._followers.append(news)
+            await news
 
     def _keep(self, kept: list[bytes], data: bytes) -> None:
         if self.num_bytes > self._max_kept_bytes and not self._num_following:

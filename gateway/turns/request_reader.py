@@ -110,6 +110,8 @@ class RequestReader:
             raise bad_request("'stream' must be true or false.", "stream")
         if api == "messages" and request.get("thread") is not None:
             raise no_threads()  # engines ignore it, and would answer without what came before
+        if isinstance(request, LazyObject) and self._reads_all:
+            request.parse()  # before its conversation is recognised, which is then at work
         model = self._model(request)
         if api == "generate":
             self._check_kind(path, model)
@@ -123,7 +125,7 @@ class RequestReader:
             trajectory_id = self._conversations.continued(request, history) or f"t-{new_id()[:24]}"
         entry = self._ledger.get(trajectory_id)
         has_begun = entry is not None and entry.turns and entry.record.output_tokens
-        if isinstance(request, LazyObject) and (self._reads_all or not has_begun):
+        if isinstance(request, LazyObject) and not has_begun:
             request.parse()  # its conversation will be read
         known_group = entry.record.group_id if entry is not None else None
         group_id = identity.group_id or known_group or self._groups.of(request)

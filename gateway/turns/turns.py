@@ -126,7 +126,9 @@ class Turns:
             outlet.headers += b"x-trajectory-id: %b\r\n" % ask.trajectory_id.encode("latin-1", "replace")
             joined = self._repeats.running(ask)
             if joined is not None:
-                joined.num_clients += 1  # now: its other clients may leave before the rest begins
+                # Now: its other clients may leave, and its answer outgrow what is kept, before the rest begins.
+                joined.num_clients += 1
+                joined.outlet.expect_follower()
                 return self._endings.serving(self._join(joined, client), client, outlet, turn_id)
             answer = self._repeats.answer(ask)
             if answer is not None:
@@ -193,4 +195,5 @@ class Turns:
         finally:
             client.unwatch()
             follow.cancel()
+            turn.outlet.lose_follower()
             turn.left()

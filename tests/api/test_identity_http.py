@@ -4,6 +4,7 @@ import asyncio
 from typing import Any
 
 import httpx
+import orjson
 import pytest
 
 from tests.api.conftest import CHAT, GENERATE, HELLO, MODEL, Site, running_site
@@ -106,6 +107,19 @@ async def test_a_conversation_without_an_id_is_recognised(site: Site, api: str, 
         body = next_turn(api, body, answer)
     assert len(set(ids)) == 1
     assert (await site.trajectory(ids[0]))["num_turns"] == 3
+
+
+async def test_a_request_that_is_refused_does_not_take_its_conversation_along() -> None:
+    """With a predictor that reads all of a request. A number that JSON's readers refuse, behind a long conversation that
+    is recognised first, is a 400; what the client asks instead continues the trajectory."""
+    async with running_site(policy="cmlfq") as site:
+        body = {**first_turn("chat/completions", False), "messages": [{"role": "user", "content": "long " * 2_000}]}
+        first = await site.client.post("/v1/chat/completions", json=body)
+        refused, instead = (next_turn("chat/completions", body, first, text) for text in ("this", "that"))
+        broken = orjson.dumps(refused)[:-1] + b',"top_p":1e999}'
+        assert (await site.client.post("/v1/chat/completions", content=broken)).status_code == 400
+        second = await site.client.post("/v1/chat/completions", json=instead)
+        assert second.headers["x-trajectory-id"] == first.headers["x-trajectory-id"]
 
 
 @pytest.mark.parametrize("api", APIS)
