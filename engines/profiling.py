@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations
+from math import sqrt
 from statistics import fmean
 
 import numpy as np
@@ -34,6 +35,7 @@ VISIT_TOKENS = 32
 _NUM_VISITS = 12
 _NUM_REWEIGHTINGS = 20
 _SMALL_RESIDUAL = 1e-3  # Relative errors below one per mille all get the same weight.
+_LITTLE_GAIN = 1e-9  # the cosine of a column and a residual, for rounding
 Matrix = NDArray[np.float64]
 
 
@@ -169,19 +171,28 @@ def _columns(profile: EngineProfile, batches: Sequence[Batch], simulated: Matrix
     return np.column_stack(columns)
 
 
-def _simulated_s(profile: EngineProfile, batches: Sequence[Batch]) -> Matrix:
-    return np.array([simulated_s(profile, batch) for batch in batches])
-
-
 def simulated_s(profile: EngineProfile, batch: Batch) -> float:
     """How long a batch takes on a simulated engine of this profile. A visit is prefilled in one of the batch's steps,
     and makes it longer. What a request takes beside the steps is not in it, but for the gaps between requests.
     """
-    engine = SimulatedEngine(profile)
-    began_at = _play(engine, 0.0, replace(batch, output_tokens=1), 0.0) if batch.is_cached else 0.0
-    visit_s = profile.prefill_s(VISIT_TOKENS) + profile.prefill_launch_s(VISIT_TOKENS)
+    return float(_simulated_s(profile, [batch])[0])
+
+
+def _simulated_s(profile: EngineProfile, batches: Sequence[Batch]) -> Matrix:
+    """As `simulated_s`. Equal batches are played once, and cached ones on an engine that new ones have just left."""
     gap_s = profile.request_gap_ms / 1000
-    return _play(engine, began_at, batch, gap_s) - began_at + batch.num_visits * visit_s
+    visit_s = profile.prefill_s(VISIT_TOKENS) + profile.prefill_launch_s(VISIT_TOKENS)
+    played = [replace(batch, num_visits=0) for batch in batches]
+    took_s: dict[Batch, float] = {}
+    left: dict[Batch, tuple[SimulatedEngine, float]] = {}
+    for batch in sorted(set(played), key=lambda batch: (batch.is_cached, batch.output_tokens)):
+        prompts = replace(batch, output_tokens=1, is_cached=False)
+        engine, began_at = SimulatedEngine(profile), 0.0
+        if batch.is_cached:
+            engine, began_at = left.get(prompts) or (engine, _play(engine, 0.0, prompts, 0.0))
+        ended_at = _play(engine, began_at, batch, gap_s)
+        took_s[batch], left[prompts] = ended_at - began_at, (engine, ended_at)
+    return np.array([took_s[one] + batch.num_visits * visit_s for one, batch in zip(played, batches, strict=True)])
 
 
 def to_toml(short_name: str, profile: EngineProfile) -> str:
@@ -271,16 +282,25 @@ def _least_absolute(columns: Matrix, wanted: Matrix) -> Matrix:
 
 
 def _non_negative_least_squares(columns: Matrix, wanted: Matrix) -> Matrix:
-    """The best solution without negative numbers: with seven columns, all 127 subsets are tried."""
-    best, least = np.zeros(columns.shape[1]), float(wanted @ wanted)
-    for size in range(1, columns.shape[1] + 1):
-        for chosen in combinations(range(columns.shape[1]), size):
+    """The best solution without negative numbers: of all subsets of the seven columns, the large ones first, until no
+    column that is left out would make it better (Karush, Kuhn and Tucker)."""
+    num_columns = columns.shape[1]
+    sizes = np.linalg.norm(columns, axis=0)
+    best, least = np.zeros(num_columns), float(wanted @ wanted)
+    for num_chosen in range(num_columns, 0, -1):
+        for chosen in map(list, combinations(range(num_columns), num_chosen)):
             solution = np.linalg.lstsq(columns[:, chosen], wanted, rcond=None)[0]
-            residual = columns[:, chosen] @ solution - wanted
-            if (solution >= 0).all() and float(residual @ residual) < least:
+            if (solution < 0).any():
+                continue
+            residual = wanted - columns[:, chosen] @ solution
+            if float(residual @ residual) < least:
                 least = float(residual @ residual)
-                best = np.zeros(columns.shape[1])
-                best[list(chosen)] = solution
+                best = np.zeros(num_columns)
+                best[chosen] = solution
+            gains = columns.T @ residual
+            gains[chosen] = 0.0
+            if (gains <= _LITTLE_GAIN * sizes * sqrt(least)).all():
+                return best
     return best
 
 

@@ -120,7 +120,8 @@ def _ask(url: str, method: str, target: str, body: dict[str, Any] | None = None)
 
 
 def _fleet(told: dict[str, Any]) -> str:
-    lines = [f"fleet {told['fleet']}: {'as wanted' if told['is_reached'] else 'on its way'} ({told['why']})"]
+    why = f" ({told['why']})" if told["why"] else ""  # before its first look at the gateway it has none
+    lines = [f"fleet {told['fleet']}: {'as wanted' if told['is_reached'] else 'on its way'}{why}"]
     if command := told.get("command_to_start"):  # a controller of an earlier version does not tell
         lines.append(f"no engines are wanted, also after a restart: `{command}` starts some")
     lines.append(f"plan: {told['proposal']['why']}")

@@ -110,8 +110,8 @@ async def test_a_conversation_without_an_id_is_recognised(site: Site, api: str, 
 
 
 async def test_a_request_that_is_refused_does_not_take_its_conversation_along() -> None:
-    """With a predictor that reads all of a request. A number that JSON's readers refuse, behind a long conversation that
-    is recognised first, is a 400; what the client asks instead continues the trajectory."""
+    """With a predictor that reads all of a request: a number too large for JSON, behind a conversation that is
+    recognised first, is a 400. What the client asks instead continues the trajectory."""
     async with running_site(policy="cmlfq") as site:
         body = {**first_turn("chat/completions", False), "messages": [{"role": "user", "content": "long " * 2_000}]}
         first = await site.client.post("/v1/chat/completions", json=body)
