@@ -46,6 +46,7 @@ class DesiredFleet:
         self._fleet = fleet
         self._devices = devices
         self._state = state
+        self._profiles = fleet.profiles()  # once, as all that is in the file and in those it names
 
     def first(self) -> list[Json]:
         """The first fleet. Raises NoDevices while it does not fit onto those that there are, and FleetFileError if it
@@ -105,7 +106,7 @@ class DesiredFleet:
         planning, state = self._fleet.planning, self._state_at_hand(seen)
         rule = ReshapeRule(planning.min_gain_share, min_correlation=planning.min_correlation)
         floor = self._floor(state.resting)
-        return propose(work, state, self._fleet.profiles(), floor, rule, planning.min_trajectories)
+        return propose(work, state, self._profiles, floor, rule, planning.min_trajectories)
 
     def after_rollout(self, work: Work) -> History | None:
         """The history with the rollout that this work reports as ended, after which the next one is planned for; None:
@@ -118,7 +119,7 @@ class DesiredFleet:
     def proposed_next(self, seen: Sequence[ObservedServer]) -> Proposal | str:
         """The fleet for the next rollout, or the reason why there is none; at least one must have ended."""
         state = self._state_at_hand(seen)
-        return propose_next(state, self._fleet.profiles(), self._floor(state.resting))
+        return propose_next(state, self._profiles, self._floor(state.resting))
 
     def planned(self, proposal: Proposal, seen: Sequence[ObservedServer]) -> list[Json]:
         """A plan's fleet, with its assumed relaunch time. Raises Refused."""

@@ -4,6 +4,7 @@ import difflib
 import math
 import tomllib
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,7 @@ def profile_names() -> list[str]:
     return sorted(_read_built_in())
 
 
+@cache
 def _read_built_in() -> dict[str, EngineProfile]:
     return {name: profile for path in sorted(_DIRECTORY.glob("*.toml")) for name, profile in _read_file(path).items()}
 

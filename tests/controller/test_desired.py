@@ -4,10 +4,13 @@ from pathlib import Path
 
 import pytest
 
+from controller.demand import Work
 from controller.desired import DesiredFleet
 from controller.journal import State, fold
 from controller.steps import DesiredServer
-from tests.controller.fleet_site import fleet_file
+from engines import profiles
+from scheduling.estimate import Remaining
+from tests.controller.fleet_site import ENGINE, fleet_file
 
 DEVICES = ("cpu0", "cpu1", "cpu2", "cpu3")
 ENDED = State(changed_at=1.0, why="scaled by hand", is_manual=True)
@@ -55,3 +58,16 @@ def test_an_empty_fleet_that_is_to_be_planned_gets_its_first_engines(
     after = fold(state, record)
     assert [one.tp for one in after.wanted] == tps and not after.is_manual
     assert (after.resting, after.blocked_tps) == (state.resting, state.blocked_tps)
+
+
+def test_plans_go_on_when_a_file_of_profiles_is_gone(tmp_path: Path) -> None:
+    """The controller read it at its start, as it did the fleet's own file."""
+    own = tmp_path / "own.toml"
+    own.write_text((Path(profiles.__file__).parent / "profiles/h100.toml").read_text())
+    names = {1: f"{own}:qwen3-14b-h100-tp1", 2: f"{own}:qwen3-14b-h100-tp2"}
+    fleet = fleet_file(tmp_path, "http://127.0.0.1:9", engine=ENGINE | {"profiles": names})
+    made = DesiredFleet(fleet, lambda: DEVICES[:2], State)
+    own.unlink()
+    work = Work(tuple(Remaining(60_000.0, 4_000.0) for _ in range(4)), 0, 0.95)
+    proposal = made.proposed(work, [])
+    assert not isinstance(proposal, str) and proposal.tps == (2,)
