@@ -54,6 +54,9 @@ class Chooser:
         """The engine that a trajectory enters: its home if that is a candidate, because some of its KV may be left
         there. Else one with a free slot, if there is any: sent ahead to another one, the turn would wait beside it.
         """
+        fleet = self.engines_for(turn.model)
+        if not any(engine.claims for engine in fleet):
+            _begin(fleet)
         home = self._engines.get(turn.trajectory.home or "")
         if self._policy.is_sticky and home is not None and home in candidates:
             return home
@@ -106,6 +109,14 @@ class Chooser:
         if seen is None or at - seen[0] >= LONGEST_MAX_AGE_S:
             seen = self._seen[model] = at, [engine.facts(at) for engine in self.engines_for(model)]
         return seen[1]
+
+
+def _begin(fleet: Sequence[Engine]) -> None:
+    """Work comes to these idle engines: those that seemed slow and were not used may get another chance."""
+    unmeasured = [engine for engine in fleet if engine.spec.profile is None]
+    ratios = [engine.slowness.ratio for engine in unmeasured if engine.was_used]
+    for engine in unmeasured if ratios else ():
+        engine.begin(min(ratios))
 
 
 class _Elsewhere:

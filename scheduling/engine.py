@@ -58,6 +58,7 @@ class Engine:
         may_gather: it is known that legs which begin together save it time.
         is_roomy: it was seen to run more than the slots that somebody set. So these are not its own limit, and nothing
             is sent ahead.
+        was_used: it has run something since work came to an idle fleet.
         learns_at: from when on it learns from the next turn that ends here; never if its profile is known.
     """
 
@@ -80,6 +81,7 @@ class Engine:
     longest_at: float = 0.0
     slowness: Slowness = field(default_factory=Slowness)
     is_roomy: bool = False
+    was_used: bool = False
     transit: Transit = field(init=False)
     gathering: Gathering = field(default_factory=Gathering)
     slot_search: SlotSearch = field(default_factory=SlotSearch)
@@ -166,10 +168,14 @@ class Engine:
         prefill_s = UNMEASURED.prefill_s(prompt_tokens - cached_tokens, cached_tokens)
         made_tokens = max(output_tokens - turn.kept_tokens, 0)
         self.slowness.learn(at - turn.began_at, made_tokens * step_s + num_running * prefill_s)
-        self._prefill_s = None
-        self._facts.profile = self._timing.slower(self.slowness.ratio)
-        self._facts.estimate_finish()
+        self._note_slowness()
         self.learns_at = at + LEARNS_EVERY_S
+
+    def begin(self, least_ratio: float) -> None:
+        """Work comes to an idle fleet, of which the fastest engine in use was this slow; nobody measured this one."""
+        if self.slowness.begin(least_ratio, self.was_used):
+            self._note_slowness()
+        self.was_used = False
 
     def give_ranks(self, first: float, end: float) -> None:
         """Set the ranks that a partition gives to it, as shares of the number of trajectories."""
@@ -184,6 +190,7 @@ class Engine:
     def run(self, turn: Turn) -> None:
         """Count a leg that begins here."""
         self.running[turn.turn_id] = turn
+        self.was_used = True
         self._facts.num_turns += 1
 
     def stop(self, turn: Turn) -> None:
@@ -263,6 +270,11 @@ class Engine:
         if self._prefill_s is None:  # asked for each waiting turn; constant until this engine changes
             self._prefill_s = self._facts.profile.prefill_s(self.kv_claimed / len(self.claims))
         return self._prefill_s
+
+    def _note_slowness(self) -> None:
+        self._prefill_s = None
+        self._facts.profile = self._timing.slower(self.slowness.ratio)
+        self._facts.estimate_finish()
 
     def _longest_but(self, trajectory_id: str) -> float:
         return max([share[2] for name, share in self.shares.items() if name != trajectory_id], default=0.0)

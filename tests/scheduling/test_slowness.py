@@ -209,3 +209,49 @@ def test_the_time_of_an_engines_work_can_be_looked_at() -> None:
     fleet.close("long")
     stale_s = engine.finish_s
     assert stale_s == engine.finish_s > engine.facts(fleet.at).finish_s
+
+
+def rollout(fleet: Fleet, number: int, took_s: dict[str, float]) -> set[str]:
+    """Six trajectories of one turn, all at once; returns the engines that they ran on."""
+    names = [f"{number}-{index}" for index in range(6)]
+    homes = {name: fleet.sent(fleet.arrive(name, name, prompt=PROMPT))[0][1] for name in names}
+    began_at = fleet.at
+    for name in sorted(names, key=lambda name: took_s[homes[name]]):
+        fleet.at = began_at + took_s[homes[name]]
+        fleet.finish(name, prompt=PROMPT, output=OUTPUT)
+        fleet.close(name)
+    return set(homes.values())
+
+
+def two_engines(took_s: dict[str, float]) -> Fleet:
+    """A fleet that has played one turn on each of two engines, which took this long."""
+    fleet = Fleet()
+    for engine_id in took_s:
+        fleet.engine(engine_id, slots=8)
+    homes = {fleet.sent(fleet.arrive(name, name, prompt=PROMPT))[0][1]: name for name in ("one", "other")}
+    for engine_id in sorted(took_s, key=took_s.__getitem__):
+        fleet.at = took_s[engine_id]
+        fleet.finish(homes[engine_id], prompt=PROMPT, output=OUTPUT)
+        fleet.close(homes[engine_id])
+    return fleet
+
+
+@pytest.mark.parametrize("times", [0.2, 1.0, 5.0])
+def test_an_engine_that_seemed_slow_gets_another_chance(times: float) -> None:
+    """Its first turn waited for a compiler, so that the next rollout does not use it, and learns nothing of it. The one
+    after that does, and then it counts as fast as it is, however fast the fleet is."""
+    took_s = dict.fromkeys("AB", times * assumed_s())
+    fleet = two_engines(took_s | {"A": 60.0})
+    assert [rollout(fleet, number, took_s) for number in range(2)] == [{"B"}, {"A", "B"}]
+    assert slowness(fleet, "A") == pytest.approx(slowness(fleet, "B"), rel=0.2)
+
+
+def test_an_engine_that_is_slow_gets_ever_fewer_chances() -> None:
+    """Each time that it proves slow again, twice as many rollouts pass without it. Once it is fast, most use it."""
+    took_s = {"A": 30 * assumed_s(), "B": assumed_s()}
+    fleet = two_engines(took_s)
+    used = [number for number in range(32) if "A" in rollout(fleet, number, took_s)]
+    assert used == [1, 4, 9, 18]
+    took_s["A"] = took_s["B"]
+    assert sum("A" in rollout(fleet, number, took_s) for number in range(32, 80)) > 36
+    assert slowness(fleet, "A") == pytest.approx(slowness(fleet, "B"), rel=0.2)
