@@ -100,7 +100,7 @@ class _HotTurn:
         "_is_released",
         "_is_wanted",
         "_lent",
-        "_num_chunks",
+        "_num_pieces",
         "_outcome",
         "_response",
         "_since",
@@ -115,7 +115,7 @@ class _HotTurn:
         self._begun = begun
         self._response = begun.response
         self._since = turn.first_dispatch_at or 0.0
-        self._num_chunks = 0
+        self._num_pieces = 0
         self._outcome: Outcome | None = None
         self._lent: Lent | None = None
         self._is_released = False
@@ -137,9 +137,10 @@ class _HotTurn:
 
     def look(self, now: float) -> None:
         """Have a coroutine handle an engine that is silent for too long."""
-        settings, turn = self._hot.settings, self._turn
-        if turn.num_chunks != self._num_chunks:
-            self._num_chunks, self._since = turn.num_chunks, now
+        settings, turn, relay = self._hot.settings, self._turn, self._begun.relay
+        num_pieces = turn.num_chunks + (relay.num_others if relay is not None else 0)
+        if num_pieces != self._num_pieces:
+            self._num_pieces, self._since = num_pieces, now
         limit_s = settings.turn_timeout_s if turn.first_byte_at is None else settings.silence_timeout_s
         if self._lent is not None:
             if now - self._since > limit_s:

@@ -20,6 +20,7 @@ class Relay:
     Attributes:
         is_over: the stream has ended, well or with the reader's error; its unsent rest is in `last`.
         num_loans: how many loans in a row brought too few events to be worth it.
+        num_others: pieces that came and are not one plain event, such as a comment or part of an event.
     """
 
     def __init__(self, turn: Turn, note_first_byte: Callable[[Turn], None], note_progress: Callable[[Turn], None]):
@@ -27,6 +28,7 @@ class Relay:
         self.is_over = False
         self.last = b""
         self.num_loans = 0
+        self.num_others = 0
         self._turn = turn
         self._note_first_byte = note_first_byte
         self._note_progress = note_progress
@@ -48,6 +50,7 @@ class Relay:
         if self._is_at_start and outlet.has_begun and reader.passes(piece):
             is_full = outlet.go_on(piece, True)
         else:
+            self.num_others += 1
             block = self._splitter.feed(piece)
             self._is_at_start = self._splitter.is_at_start
             if not block:

@@ -289,6 +289,28 @@ async def test_an_engine_that_is_silent_for_too_long_is_an_error() -> None:
         assert answer.startswith(b"HTTP/1.1 50")
 
 
+@pytest.mark.parametrize("is_together", [True, False], ids=["hot", "cold"])
+async def test_an_engine_that_sends_only_comments_is_not_silent(is_together: bool) -> None:
+    """They may fill a pause that is longer than `silence_timeout_s`, as they keep the connection open."""
+
+    async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM_HEAD + chunk(CHAT_EVENT))
+        for _ in range(40):
+            await asyncio.sleep(0.1)
+            writer.write(chunk(b": at work\n\n"))
+        writer.write(LAST)
+
+    async with (
+        asyncio.timeout(120),
+        raw_engine(answer, keeps_open=True) as engine,
+        running_gateway(engine.url, silence_timeout_s=2, **PATIENT) as gateway,
+        httpx.AsyncClient(base_url=gateway.url, timeout=60) as watch,
+    ):
+        await eventually(lambda: knows_the_engine(watch), 60)
+        told = await answer_to(gateway, watch, orjson.dumps(body_of("chat", stream=True)), is_together)
+        assert b"engine_late" not in told and told.count(b"[DONE]") == 1
+
+
 async def test_deleting_a_trajectory_stops_its_turn() -> None:
     """The client is told, and the engine is freed."""
     async with asyncio.timeout(120), silent() as (engine, gateway, watch):
