@@ -1,7 +1,7 @@
 """One connection to an engine: bytes from the socket through httptools into the response that they belong to.
 
 Anything that is not an answer to a request closes it: unsolicited bytes, two answers to one request, a head without
-end.
+end. So does an answer that comes before its request was sent completely.
 """
 
 import asyncio
@@ -114,6 +114,10 @@ class Connection(asyncio.Protocol):
             self._fail(BadResponse(f"the engine does not speak HTTP: {error}"))
             self.abort()
             return
+        except httptools.HttpParserUpgrade:  # no HttpParserError
+            self._fail(BadResponse("the engine switches to another protocol"))
+            self.abort()
+            return
         if response is not None and not response.has_begun and self._head_bytes > HEAD_LIMIT_BYTES:
             self._fail(BadResponse(f"the head of the engine's answer is larger than {HEAD_LIMIT_BYTES} bytes"))
             self.abort()
@@ -169,9 +173,12 @@ class Connection(asyncio.Protocol):
         self._last_read = b""
         self.on_body = _for_nobody
         response.finish(None)
-        if self._keeps_alive:
+        assert self._transport is not None
+        if self._transport.get_write_buffer_size():  # answered before it was read, which may never happen now
+            self.abort()
+        elif self._keeps_alive:
             self._on_idle(self)
-        elif self._transport is not None:
+        else:
             self._transport.close()
 
 

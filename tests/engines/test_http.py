@@ -244,6 +244,27 @@ async def test_bytes_after_an_answer_end_the_connection(extra: bytes) -> None:
         assert len(server.peers) == 2
 
 
+async def test_a_connection_with_unsent_bytes_is_not_reused() -> None:
+    """A server may answer before it has read the request, and leave the rest unread until it closes the connection. The
+    next request stood behind that rest, and failed in its place.
+    """
+
+    async def handler(peer: Peer) -> None:
+        if peer.number == 0:
+            await peer.reader.readuntil(b"\r\n\r\n")
+            await peer.send(HELLO)
+            await has_asked_again.wait()
+        else:
+            has_asked_again.set()
+            await always_sends(HELLO)(peer)
+
+    has_asked_again = asyncio.Event()
+    async with server_and_client(handler, may_be_stale_s=0.0) as (server, http):
+        assert await http.post("/", bytes(64 * 1024 * 1024), TIMEOUT_S) == (200, b"hello")
+        await assert_gets(http)
+        assert len(server.peers) == 2
+
+
 async def test_a_slow_reader_holds_back_the_server() -> None:
     """An answer of 32 MiB stays at the server instead of in our memory, and is complete once it is read."""
     size = 32 * 1024 * 1024
@@ -323,11 +344,12 @@ async def test_a_complete_answer_that_is_read_late_does_not_disturb_the_next_one
     "answer",
     [
         b"SSH-2.0-OpenSSH_9.6\r\n",
+        b"HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: h2c\r\n\r\n",
         b"HTTP/1.1 200 OK\r\ncontent-length: many\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nx: " + b"x" * 70_000,
         b"".join((b"HTTP/1.1 200 OK\r\n", *(b"x-%d: %b\r\n" % (i, b"x" * 900) for i in range(80)))),
     ],
-    ids=["another protocol", "bad length", "long header", "many headers"],
+    ids=["another protocol", "a switch to another protocol", "bad length", "long header", "many headers"],
 )
 async def test_a_malformed_head_is_refused(answer: bytes) -> None:
     """And the connection is closed."""
