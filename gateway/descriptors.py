@@ -46,11 +46,15 @@ class DescriptorStore:
             return False
         self._count(name, len(descriptors))
         message = b"FDSTORE=1\nFDNAME=%b\nFDPOLL=0" % name.encode()
-        while not self._sent(message, descriptors):
-            if loop.time() >= deadline:
-                self._count(name, 0)
-                return False
-            await asyncio.sleep(_RETRY_S)
+        try:
+            while not self._sent(message, descriptors):
+                if loop.time() >= deadline:
+                    self._count(name, 0)
+                    return False
+                await asyncio.sleep(_RETRY_S)
+        except asyncio.CancelledError:
+            self._count(name, 0)
+            raise
         return True
 
     def keep_now(self, name: str, descriptor: int) -> None:

@@ -1,0 +1,39 @@
+"""What the gateway counts of the descriptors that its keeper has."""
+
+import asyncio
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from gateway.descriptors import DescriptorStore
+
+
+async def test_descriptors_that_were_not_put_into_keeping_leave_their_room(tmp_path: Path) -> None:
+    """The leg they belong to is cancelled while the keeper takes no message. The room was lost for the rest of the
+    process, and in the end no leg was kept.
+    """
+    address, descriptor = str(tmp_path / "keeper"), os.memfd_create("kept")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as keeper:
+        keeper.bind(address)
+        fill(address)
+        store = DescriptorStore(address, limit=1, found={})
+        keeping = asyncio.create_task(store.keep("leg-1", [descriptor], timeout_s=60))
+        await asyncio.sleep(0)
+        keeping.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await keeping
+        keeper.recv(1)
+        assert await store.keep("leg-2", [descriptor], timeout_s=60)
+        store.close()
+    os.close(descriptor)
+
+
+def fill(address: str) -> None:
+    """Send messages until the socket there takes no more."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+        sender.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            while True:
+                sender.sendto(b"x", address)
