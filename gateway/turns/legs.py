@@ -130,6 +130,7 @@ class Legs:
         member, response = begun.member, begun.response
         fault: Exception | None = None
         has_answered = False
+        has_begun = response is not None
         try:
             with turn.stoppable():
                 if response is not None and not response.was_stale:
@@ -138,6 +139,7 @@ class Legs:
                     has_answered = True
                     return answer
                 await self._kv.bring(turn, member)
+                has_begun = True
                 outcome = await self._by_tokens(turn, dispatch, member)
                 if outcome is None:
                     turn.begin_again()  # tokens of an earlier leg belong to another answer
@@ -174,7 +176,7 @@ class Legs:
             turn.versions = member.server.versions[begun.first_version :]
             if response is not None:
                 response.close()
-            if fault is None:
+            if has_begun and fault is None:
                 self._kv.contexts.ran(turn, member.engine_id)
             self._fleet.leg_ended(member, fault, has_answered)
 

@@ -44,6 +44,27 @@ async def test_kv_by_is_none_if_the_engine_that_fetched_the_kv_left() -> None:
         assert await fleet.cached_share("t") == 0.0
 
 
+async def test_kv_that_a_turn_did_not_wait_for_is_fetched_by_the_next() -> None:
+    """Its client left in the middle of the fetch. The KV counted as fetched, and the next turn computed its context."""
+    hanging = Fault("hang", path="/simulate/kv", count=1)
+    async with running_fleet(engine(hanging), engine(), kv_move_timeout_s=25.0) as fleet:
+        home, target = map(id_of, fleet.urls)
+        messages = await fleet.begin_at_first()
+        await fleet.act(target, "uncordon")
+        await fleet.act(home, "cordon")
+        turn = asyncio.create_task(fleet.turn("t", messages))
+        await eventually(lambda: offers_kv(fleet, home))
+        turn.cancel()
+
+        async def has_left() -> bool:
+            return bool((await fleet.last("t"))["outcome"] == "left")
+
+        await eventually(has_left)
+        await fleet.turn("t", messages)
+        last = await fleet.last("t")
+        assert (last["engine"], last["kv_by"]) == (target, "fetched")
+
+
 # Requests for one token of a context; turns at token level use other routes.
 MOVES_HANG = Fault("hang", path="/v1/completions")
 
