@@ -83,7 +83,7 @@ class Endings:
         if turn.ask.is_inferred or turn.choices:
             self._remember(turn, outcome.content())
         if dispatch is not None:
-            self._kv.finished(turn, dispatch.engine_id, prompt_tokens + output_tokens)
+            self._kv.finished(turn, turn.last_engine_id, prompt_tokens + output_tokens)
         stored = self._repeats.to_store(turn, outcome.end)
         if stored is not None:
             self._ledger.answered(turn.ask.trajectory_id, stored)
@@ -110,7 +110,7 @@ class Endings:
         if outcome != "finished":
             self.given_up(turn.ask)
             self._arrivals.unanswered(turn.ask)
-        engine_id = dispatch.engine_id if dispatch else None
+        engine_id = turn.last_engine_id or (dispatch.engine_id if dispatch else None)
         row = turn.row(outcome, ended_at, engine_id, dispatch.why if dispatch else "", refused)
         encoded = orjson.dumps(row)
         self._ledger.add_turn(turn.ask.trajectory_id, row, encoded)

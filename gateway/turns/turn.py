@@ -29,6 +29,7 @@ class Turn:
         predicted_tokens: its trajectory's total output; 0 until it arrives at the scheduler.
         priority: what its last leg's engine was given; lower is earlier.
         engine_id: where its leg runs; "" while none does.
+        last_engine_id: where its last leg ran, which may be elsewhere than the scheduler chose; "" if none did.
         choices: its choices, if it is served at token level; one, unless the client wants more.
         made_before: what an earlier process made of them.
         versions_before: of the weights that made this, or what a leg of that process has been making since.
@@ -66,6 +67,7 @@ class Turn:
         "is_held",
         "key",
         "kv_by",
+        "last_engine_id",
         "last_error",
         "leg",
         "made_before",
@@ -108,7 +110,7 @@ class Turn:
         self.last_error: ApiError | None = None
         self.digest = ""
         self.packed_answer: bytes | None = None
-        self.engine_id = ""
+        self.engine_id = self.last_engine_id = ""
         self.choices: list[Choice] = []
         self.made_before: list[Made] = []
         self.versions_before: list[str] = []
@@ -178,6 +180,7 @@ class Turn:
     def leg_runs_at(self, engine_id: str, can_pause: bool) -> None:
         """A leg runs at this engine; "" if none runs. A leg at token level can be paused."""
         self.engine_id, self._can_pause = engine_id, can_pause
+        self.last_engine_id = engine_id or self.last_engine_id
 
     def pause(self) -> bool:
         """Stop the running leg and keep its tokens; the scheduler is told TurnPaused and dispatches it again.

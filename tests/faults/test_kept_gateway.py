@@ -317,6 +317,24 @@ async def test_a_kept_leg_continues_while_its_engine_is_not_ready(
         assert comparable_content_of(reply, body) == (await undisturbed_contents([("chat", body)], "vllm"))[0]
 
 
+async def test_the_history_says_where_a_kept_leg_ran(client: httpx.AsyncClient, tmp_path: Path) -> None:
+    """At the engine where it began, which gets no more turns. It named the engine that the scheduler chose instead, and
+    the next turn looked for its KV there.
+    """
+    async with (
+        fleet_of(SLOW, engine_of("vllm", speed_up=20)) as [first, second],
+        one_turn(client, tmp_path, first, max_tokens=200, begun_tokens=50) as (gateway, body),
+    ):
+        id_of_first = first.removeprefix("http://")
+        cordoned = await client.post(f"{gateway.url}/v1/engines/{id_of_first}/cordon", headers=ADMIN)
+        assert cordoned.status_code == 200, cordoned.text
+        await add_engine(client, gateway, second)
+        reply = await reply_after_retries(client, gateway, "alone", ("chat", body))
+        assert await generated_by(client, first) == 200
+        [row] = (await client.get(gateway.url + "/v1/trajectories/alone")).json()["turns"]
+        assert row["engine"] == reply.headers["x-heddle-engine"] == id_of_first
+
+
 async def test_connections_between_two_gateways_wait(client: httpx.AsyncClient, tmp_path: Path) -> None:
     """The keeper holds the listening socket too, so no connection is refused."""
     async with kept_gateway("--store", f"sqlite:{tmp_path}/h.sqlite3") as gateway:
