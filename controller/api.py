@@ -4,7 +4,7 @@ import hmac
 import time
 from typing import Annotated, Any
 
-from fastapi import Depends, FastAPI, Header, Query, Response
+from fastapi import Depends, FastAPI, Header, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
@@ -50,11 +50,9 @@ def build_api(controller: Controller, admin_key: SecretStr | None) -> FastAPI:
         return JSONResponse({"error": {"message": f"Nothing was changed: {fault}."}}, 503)
 
     @app.exception_handler(RequestValidationError)
-    async def malformed(_: Any, error: RequestValidationError) -> Response:
-        first: Any = error.errors()[0]
-        where = ".".join(map(str, first["loc"][1:]))
-        said = in_words(first, table="a JSON object")
-        return JSONResponse({"error": {"message": f"{where}: {said}" if where else said}}, 400)
+    async def malformed(request: Request, error: RequestValidationError) -> Response:
+        message = _mistake(error.errors()[0], request.headers.get("content-type", ""))
+        return JSONResponse({"error": {"message": message}}, 400)
 
     def need_admin(authorization: Annotated[str, Header()] = "") -> None:
         if admin_key is None:
@@ -129,6 +127,18 @@ class _No(Exception):
         super().__init__(message)
         self.status = status
         self.message = message
+
+
+def _mistake(first: Any, content_type: str) -> str:
+    if first["type"] == "json_invalid":
+        return f"The body is not valid JSON: {first['ctx']['error']}: char {first['loc'][-1]}."
+    if first["loc"] == ("body",) and "json" not in content_type:
+        return "The body must be JSON, sent with 'content-type: application/json'."
+    if first["loc"] == ("body",) and first["type"] == "missing":
+        return "The request has no body; it must be a JSON object."
+    where = ".".join(map(str, first["loc"][1:]))
+    said = in_words(first, table="a JSON object")
+    return f"{where}: {said}" if where else said
 
 
 def _metrics(controller: Controller) -> str:

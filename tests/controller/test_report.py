@@ -2,8 +2,11 @@
 
 from pathlib import Path
 
+import httpx
 import pytest
+from pydantic import SecretStr
 
+from controller.api import build_api
 from controller.gateway_client import Member
 from controller.journal import Journal
 from controller.launcher import Server, ServerSpec, ServerState
@@ -55,4 +58,27 @@ async def test_a_server_that_the_gateway_does_not_use_is_an_alarm(
     assert await made.observe()
     assert [one["state"] for one in status(made, 0.0)["servers"]] == [state]
     assert alarms(made, 0.0) == raised
+    journal.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "said"),
+    [
+        ("text/plain", b'{"tps": [1]}', "The body must be JSON, sent with 'content-type: application/json'."),
+        ("application/json", b'{"tps": [1]', "The body is not valid JSON: Expecting ',' delimiter: char 11."),
+        ("application/json", b"", "The request has no body; it must be a JSON object."),
+        ("application/json", b"[1]", "must be a JSON object, not [1]"),
+    ],
+    ids=["curl's own type", "broken", "empty", "list"],
+)
+async def test_a_body_that_is_no_json_is_said_to_be_none(kind: str, body: bytes, said: str, tmp_path: Path) -> None:
+    """`curl -d` without the header got "must be a JSON object" about its JSON object."""
+    cluster, journal = Cluster(devices=("cpu0",), port=8000), Journal(tmp_path / "journal.jsonl")
+    launcher, gateway = MemoryLauncher(cluster, Fuse()), MemoryGateway(cluster, Fuse())
+    made = Controller(fleet_file(tmp_path, URL), launcher, gateway, MemoryDemand(cluster), journal)  # type: ignore[arg-type]
+    transport = httpx.ASGITransport(build_api(made, SecretStr("secret")))
+    headers = {"authorization": "Bearer secret", "content-type": kind}
+    async with httpx.AsyncClient(transport=transport, base_url="http://controller") as client:
+        answer = await client.post("/v1/scale", content=body, headers=headers)
+    assert (answer.status_code, answer.json()["error"]["message"]) == (400, said)
     journal.close()
