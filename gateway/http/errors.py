@@ -156,10 +156,12 @@ def _clean(text: object) -> str:
 
 
 def _code(status: int, code: object, message: str) -> str | None:
-    """OpenAI's code: agents look for these two; an engine's number only repeats the status."""
+    """OpenAI's code: agents look for the first two; an engine's number only repeats the status."""
     lowered = message.lower()
     if status in (400, 413) and ("context length" in lowered or "longer than the model" in lowered):
         return "context_length_exceeded"
     if status == 404 and "model" in lowered:
         return "model_not_found"
+    if status == 404 and lowered == "not found":  # FastAPI's words for a route that it lacks
+        return "unknown_route"
     return code if isinstance(code, str) and 0 < len(code) <= 64 and not code.isdigit() else None

@@ -47,6 +47,13 @@ def test_any_other_body_becomes_an_error(status: int, body: bytes, message: str)
     assert set(orjson.loads(error_body("chat", error))["error"]) == {"message", "type", "param", "code"}
 
 
+@pytest.mark.parametrize("body", [b'{"detail":"Not Found"}', b'{"error":{"message":"Not Found","code":404}}'])
+def test_an_engine_without_the_route_answers_as_the_gateway_would(body: bytes) -> None:
+    """FastAPI's words for it: bare, and in the form that vLLM gives to all errors."""
+    assert engine_error(404, body).code == "unknown_route"
+    assert engine_error(404, b'{"detail":"The response was not found"}').code is None
+
+
 def test_a_validation_error_is_a_400_that_names_the_field() -> None:
     """FastAPI answers 422 with a list; OpenAI's status for an invalid body is 400."""
     body = {"detail": [{"loc": ["body", "messages", 0], "msg": "Field required", "type": "missing"}]}

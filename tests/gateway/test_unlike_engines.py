@@ -59,10 +59,10 @@ async def test_a_route_that_one_kind_lacks_is_served_by_the_other(kinds: tuple[s
 
 
 async def test_a_route_that_no_engine_has_gets_404() -> None:
-    """Each engine was asked."""
+    """Each engine was asked. It had no code."""
     async with unlike_engines({}, {}) as (client, _):
         answer = await client.post("/v1/tokenize", json={"model": "simulated", "prompt": "Hello"})
-        assert answer.status_code == 404
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "unknown_route")
 
 
 @pytest.mark.parametrize("kind", ["error", "refuse", "reset"])
