@@ -79,7 +79,7 @@ async def serving(settings: Settings, descriptors: DescriptorStore | None = None
         app: Any = served
         patience_s: Any = settings.shutdown_timeout_s  # only uvicorn's types demand whole seconds
         protocol: Any = bounded_protocol(
-            2 * settings.max_header_bytes, settings.body_timeout_s, settings.silence_timeout_s, served.take
+            settings.max_header_bytes, settings.body_timeout_s, settings.silence_timeout_s, served.take
         )
         config = uvicorn.Config(
             app,

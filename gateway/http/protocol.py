@@ -21,34 +21,34 @@ _REASONS = {400: b"Bad Request", 431: b"Request Header Fields Too Large"}
 
 
 def bounded_protocol(
-    max_head_bytes: int, head_timeout_s: float, unread_timeout_s: float, take: Callable[[Exchange], bool]
+    max_header_bytes: int, head_timeout_s: float, unread_timeout_s: float, take: Callable[[Exchange], bool]
 ) -> Callable[..., HttpToolsProtocol]:
     """A factory of connection protocols with these limits; its other arguments are uvicorn's.
 
     Args:
-        max_head_bytes: of a request line with all headers, of a chunk's head, and of trailers. It protects memory only,
-            because it is checked as bytes arrive; the exact limit on headers is enforced and reported by the code that
-            serves requests.
+        max_header_bytes: half of what a request line with all headers, a chunk's head, or trailers may take here. That
+            protects memory only, because it is checked as bytes arrive; the exact limit on headers is enforced by the
+            code that serves requests.
         head_timeout_s: from the connection, or a later head's first byte, to that head's end; not while reading stops
             because of earlier requests.
         unread_timeout_s: a client that takes nothing for this long, with more waiting than the system's buffers hold,
             has left.
         take: serves a complete request without a task; False leaves it to the application. Raises nothing.
     """
-    return partial(_BoundedProtocol, max_head_bytes, head_timeout_s, unread_timeout_s, take)
+    return partial(_BoundedProtocol, max_header_bytes, head_timeout_s, unread_timeout_s, take)
 
 
 class _BoundedProtocol(HttpToolsProtocol):
     def __init__(
         self,
-        max_head_bytes: int,
+        max_header_bytes: int,
         head_timeout_s: float,
         unread_timeout_s: float,
         take: Callable[[Exchange], bool],
         **uvicorn: Any,
     ) -> None:
         super().__init__(**uvicorn)
-        self._max_head_bytes = max_head_bytes
+        self._max_header_bytes = max_header_bytes
         self._head_timeout_s = head_timeout_s
         self._unread_timeout_s = unread_timeout_s
         self._take = take
@@ -89,7 +89,7 @@ class _BoundedProtocol(HttpToolsProtocol):
             self._read_without_upgrade(data, upgrade)
         if self._unserved is not None:
             self._serve(self._unserved)
-        if self._unended_bytes > self._max_head_bytes:
+        if self._unended_bytes > 2 * self._max_header_bytes:
             self._refuse_endless()
         elif self._in_head:
             self._expect_head()
@@ -286,7 +286,7 @@ class _BoundedProtocol(HttpToolsProtocol):
 
     def _refuse_endless(self) -> None:
         if self._in_head:
-            self._refuse(headers_too_large(self._max_head_bytes))
+            self._refuse(headers_too_large(self._max_header_bytes))
         else:  # a chunk's head or trailers: the request may have its answer already
             self.transport.close()
 

@@ -89,6 +89,18 @@ async def test_headers_above_the_limit_get_431(client: httpx.AsyncClient, path: 
             check_error(api, response, 431, "headers_too_large")
 
 
+async def test_headers_far_above_the_limit_are_told_the_same_limit() -> None:
+    """They were told its double, at which reading stops."""
+    async with running_gateway(max_header_bytes=2000) as gateway:
+        host, _, port = gateway.url.removeprefix("http://").partition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"GET /healthz HTTP/1.1\r\nx-large: " + b"y" * 10_000)
+        async with asyncio.timeout(60):
+            answer = await reader.read()
+        assert b"431 " in answer and b"larger than 2,000 bytes (max_header_bytes)" in answer
+        writer.close()
+
+
 async def test_endless_headers_are_cut_off() -> None:
     """They do not accumulate in memory: the connection is closed soon after the limit."""
     async with running_gateway(max_header_bytes=2000) as gateway:
