@@ -128,7 +128,7 @@ def _table(rows: Sequence[tuple[str, str, dict[str, str]]], names: Sequence[str]
 def _cells(line: Sequence[Run], base: Sequence[Run]) -> dict[str, str]:
     outcomes = [run.outcome for run in line]
     makespans = [outcome.makespan_s for outcome in outcomes]
-    spread = f" ±{(max(makespans) - min(makespans)) / 2:.0f}" if len(makespans) > 1 else ""
+    spread = f" ±{_spread(makespans)}" if len(makespans) > 1 else ""
     summaries = [outcome.summary() for outcome in outcomes]
 
     def mean(name: str) -> float:
@@ -179,6 +179,12 @@ def _lost(run: Run) -> str:
 def _seconds(seconds: float) -> str:
     """A tenth of a second is precise enough for a rollout, but not for one that takes less than ten seconds."""
     return f"{seconds:,.1f}" if seconds >= 10 else f"{seconds:.3f}"
+
+
+def _spread(makespans: Sequence[float]) -> str:
+    """Half the range over seeds, in whole seconds; below 100 s, with the digits of the makespan."""
+    digits = 0 if fmean(makespans) >= 100 else 1 if fmean(makespans) >= 10 else 3
+    return f"{(max(makespans) - min(makespans)) / 2:,.{digits}f}"
 
 
 def _bounds(runs: Sequence[Run]) -> str:

@@ -375,3 +375,18 @@ def test_a_table_that_is_too_wide_is_divided(
     assert [row[1:4] for row in rows] == [["2", "x", "TP2"], ["1", "x", "TP4"]] * 2 * (len(rows) // 4)
     assert "20,000.1 ±0" in table and " lost" in table and "…" not in table
     assert max(map(len, table.splitlines())) <= columns
+
+
+def test_a_short_rollout_shows_its_spread_over_seeds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole seconds were ±0 beside 0.300 s, whatever the seeds did."""
+    monkeypatch.setenv("COLUMNS", "200")
+    path, out = tmp_path / "short.toml", tmp_path / "runs.json"
+    for scale, digits in ((0.01, 3), (0.1, 1), (1.0, 0)):
+        path.write_text(SCENARIO.replace("= 32", f"= 32\nscale = {scale}").replace("tp = [2, 4]", "tp = 2"))
+        assert main(["simulate", str(path), "--seed", "1", "--seed", "2", "--json", str(out)]) == 0
+        shown = [word for word in capsys.readouterr().out.split() if "±" in word]
+        seconds = [run["makespan_s"] for run in json.loads(out.read_bytes())["runs"]]
+        halves = [abs(first - second) / 2 for first, second in zip(seconds[:2], seconds[2:], strict=True)]
+        assert shown == [f"±{half:.{digits}f}" for half in halves] and float(shown[0][1:]) > 0
