@@ -56,7 +56,7 @@ class Chooser:
         """
         fleet = self.engines_for(turn.model)
         if not any(engine.claims for engine in fleet):
-            _begin(fleet)
+            _give_chances(fleet)
         home = self._engines.get(turn.trajectory.home or "")
         if self._policy.is_sticky and home is not None and home in candidates:
             return home
@@ -111,12 +111,12 @@ class Chooser:
         return seen[1]
 
 
-def _begin(fleet: Sequence[Engine]) -> None:
+def _give_chances(fleet: Sequence[Engine]) -> None:
     """Work comes to these idle engines: those that seemed slow and were not used may get another chance."""
     unmeasured = [engine for engine in fleet if engine.spec.profile is None]
     ratios = [engine.slowness.ratio for engine in unmeasured if engine.was_used]
     for engine in unmeasured if ratios else ():
-        engine.begin(min(ratios))
+        engine.give_chance(min(ratios))
 
 
 class _Elsewhere:

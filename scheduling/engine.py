@@ -171,9 +171,9 @@ class Engine:
         self._note_slowness()
         self.learns_at = at + LEARNS_EVERY_S
 
-    def begin(self, least_ratio: float) -> None:
+    def give_chance(self, least_ratio: float) -> None:
         """Work comes to an idle fleet, of which the fastest engine in use was this slow; nobody measured this one."""
-        if self.slowness.begin(least_ratio, self.was_used):
+        if self.slowness.give_chance(least_ratio, self.was_used):
             self._note_slowness()
         self.was_used = False
 

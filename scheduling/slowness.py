@@ -43,9 +43,9 @@ class Slowness:
         self._assumed_s = PRIOR_S + KEPT_SHARE * (self._assumed_s - PRIOR_S) + assumed_s
         self.ratio = self._took_s / self._assumed_s
 
-    def begin(self, least_ratio: float, was_used: bool) -> bool:
-        """Work comes to an idle fleet, of which the fastest engine in use was this slow. Returns whether the ratio
-        changed."""
+    def give_chance(self, least_ratio: float, was_used: bool) -> bool:
+        """Work comes to an idle fleet, of which the fastest engine in use was this slow: presume that this one is no
+        slower, if its turn has come. Returns whether the ratio changed."""
         if was_used:
             self._num_idle = 0
             if self.ratio <= LIKE * least_ratio:

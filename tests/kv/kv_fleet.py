@@ -1,5 +1,6 @@
 """A gateway before simulated engines that transfer KV between each other, and a trajectory with long turns."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -9,7 +10,7 @@ import httpx
 
 from engines.simulated.server import serve_engine
 from engines.simulated.settings import Fault, SimulatedEngineSettings
-from tests.support.gateway import ADMIN, running_gateway
+from tests.support.gateway import ADMIN, eventually, running_gateway
 
 TASK = "Weave the warp through the heddle, thread by thread. " * 60
 
@@ -17,6 +18,11 @@ TASK = "Weave the warp through the heddle, thread by thread. " * 60
 def engine(*faults: Fault, **settings: Any) -> SimulatedEngineSettings:
     """A fast engine with NIXL, unless told otherwise."""
     return SimulatedEngineSettings(faults=faults, **{"speed_up": 50.0, "kv_transfer": True} | settings)
+
+
+def id_of(url: str) -> str:
+    """The id that the gateway gives to the engine at this address."""
+    return url.removeprefix("http://")
 
 
 @dataclass
@@ -40,10 +46,26 @@ class Fleet:
         messages.
         """
         for url in self.urls[1:]:
-            await self.act(url.removeprefix("http://"), "cordon")
+            await self.act(id_of(url), "cordon")
         messages = first_messages()
         await self.turn("t", messages)
         return messages
+
+    async def begin_fetch(self) -> tuple[list[dict[str, Any]], "asyncio.Task[str]"]:
+        """Have the second turn of trajectory `t` fetch its KV from the first engine to the second, where that hangs;
+        returns its messages and the turn.
+        """
+        home, target = map(id_of, self.urls)
+        messages = await self.begin_at_first()
+        await self.act(target, "uncordon")
+        await self.act(home, "cordon")
+        turn = asyncio.create_task(self.turn("t", messages))
+        await eventually(lambda: self.offers_kv(home))
+        return messages, turn
+
+    async def offers_kv(self, engine_id: str) -> bool:
+        """Whether an engine holds KV that another one has not fetched yet."""
+        return bool((await self.engines())[engine_id]["kv_offered_tokens"])
 
     async def rows(self, trajectory: str) -> list[dict[str, Any]]:
         """The trajectory's turns."""

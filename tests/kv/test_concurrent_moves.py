@@ -7,12 +7,8 @@ import pytest
 
 from engines.simulated.settings import Fault
 from gateway.turnlog import LOGGER
-from tests.kv.kv_fleet import Fleet, engine, first_messages, running_fleet
+from tests.kv.kv_fleet import engine, first_messages, id_of, running_fleet
 from tests.support.gateway import eventually
-
-
-def id_of(url: str) -> str:
-    return url.removeprefix("http://")
 
 
 async def test_a_turn_does_not_wait_for_a_move_that_has_not_begun() -> None:
@@ -27,7 +23,7 @@ async def test_a_turn_does_not_wait_for_a_move_that_has_not_begun() -> None:
             await fleet.turn(name, messages)
         await fleet.act(target, "uncordon")
         evacuation = asyncio.create_task(fleet.act(home, "evacuate"))
-        await eventually(lambda: _offers_kv(fleet, home))
+        await eventually(lambda: fleet.offers_kv(home))
         turns = [asyncio.create_task(fleet.turn(name, messages), name=name) for name, messages in conversations.items()]
         [first], _ = await asyncio.wait(turns, return_when=asyncio.FIRST_COMPLETED)
         assert await fleet.moves() == {"fetched": 1}
@@ -56,12 +52,8 @@ async def test_an_engine_is_not_evacuated_while_a_turn_fetches_from_it() -> None
     middle of that."""
     hanging = Fault("hang", path="/simulate/kv", count=1)
     async with running_fleet(engine(hanging), engine(), kv_move_timeout_s=25.0) as fleet:
-        home, target = map(id_of, fleet.urls)
-        messages = await fleet.begin_at_first()
-        await fleet.act(target, "uncordon")
-        await fleet.act(home, "cordon")
-        turn = asyncio.create_task(fleet.turn("t", messages))
-        await eventually(lambda: _offers_kv(fleet, home))
+        home = id_of(fleet.urls[0])
+        _, turn = await fleet.begin_fetch()
         assert not (await fleet.act(home, "drain", timeout_s=0.1))["is_evacuated"]
         turn.cancel()  # its client leaves, and nothing is fetched any more
         assert (await fleet.act(home, "drain"))["is_evacuated"]
@@ -82,7 +74,3 @@ async def test_each_move_is_logged_with_its_engines_and_its_outcome(caplog: pyte
         ("failed", True, False),
         ("prefilled", False, True),
     ]
-
-
-async def _offers_kv(fleet: Fleet, engine_id: str) -> bool:
-    return bool((await fleet.engines())[engine_id]["kv_offered_tokens"])

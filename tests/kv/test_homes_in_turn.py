@@ -3,12 +3,8 @@
 import asyncio
 
 from engines.simulated.settings import Fault
-from tests.kv.kv_fleet import Fleet, engine, running_fleet
+from tests.kv.kv_fleet import Fleet, engine, id_of, running_fleet
 from tests.support.gateway import eventually
-
-
-def id_of(url: str) -> str:
-    return url.removeprefix("http://")
 
 
 async def _has_legs(fleet: Fleet, engine_id: str) -> bool:

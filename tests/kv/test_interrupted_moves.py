@@ -8,18 +8,9 @@ import pytest
 
 from engines.simulated.server import serve_engine
 from engines.simulated.settings import Fault
-from tests.kv.kv_fleet import Fleet, engine, first_messages, running_fleet
+from tests.kv.kv_fleet import Fleet, engine, first_messages, id_of, running_fleet
 from tests.support.gateway import ADMIN, eventually, running_gateway
 from tests.support.rounds import came_about, play_rounds
-
-
-def id_of(url: str) -> str:
-    return url.removeprefix("http://")
-
-
-async def offers_kv(fleet: Fleet, engine_id: str) -> bool:
-    """Whether an engine holds KV that another one has not fetched yet."""
-    return bool((await fleet.engines())[engine_id]["kv_offered_tokens"])
 
 
 async def has_placed_turn(fleet: Fleet) -> bool:
@@ -48,12 +39,7 @@ async def test_kv_that_a_turn_did_not_wait_for_is_fetched_by_the_next() -> None:
     """Its client left in the middle of the fetch. The KV counted as fetched, and the next turn computed its context."""
     hanging = Fault("hang", path="/simulate/kv", count=1)
     async with running_fleet(engine(hanging), engine(), kv_move_timeout_s=25.0) as fleet:
-        home, target = map(id_of, fleet.urls)
-        messages = await fleet.begin_at_first()
-        await fleet.act(target, "uncordon")
-        await fleet.act(home, "cordon")
-        turn = asyncio.create_task(fleet.turn("t", messages))
-        await eventually(lambda: offers_kv(fleet, home))
+        messages, turn = await fleet.begin_fetch()
         turn.cancel()
 
         async def has_left() -> bool:
@@ -62,7 +48,7 @@ async def test_kv_that_a_turn_did_not_wait_for_is_fetched_by_the_next() -> None:
         await eventually(has_left)
         await fleet.turn("t", messages)
         last = await fleet.last("t")
-        assert (last["engine"], last["kv_by"]) == (target, "fetched")
+        assert (last["engine"], last["kv_by"]) == (id_of(fleet.urls[1]), "fetched")
 
 
 # Requests for one token of a context; turns at token level use other routes.
@@ -79,7 +65,7 @@ async def test_a_turn_waits_for_a_move_for_at_most_its_timeout() -> None:
             messages = await fleet.begin_at_first()
             await fleet.act(target, "uncordon")
             evacuation = asyncio.create_task(fleet.act(home, "evacuate"))
-            if not await came_about(lambda: offers_kv(fleet, home), evacuation.done):
+            if not await came_about(lambda: fleet.offers_kv(home), evacuation.done):
                 return False  # it could time out before there was an offer
             turn = asyncio.create_task(fleet.turn("t", messages))
             waits_for_the_fetch = await came_about(lambda: has_placed_turn(fleet), turn.done)
@@ -108,7 +94,7 @@ async def test_kv_by_is_none_if_the_last_of_two_moves_timed_out() -> None:
             is_in_time = await fleet.moves() == {"fetched": 1}
             await fleet.act(third, "uncordon")
             evacuation = asyncio.create_task(fleet.act(second, "evacuate"))
-            hangs = await came_about(lambda: offers_kv(fleet, second), evacuation.done)
+            hangs = await came_about(lambda: fleet.offers_kv(second), evacuation.done)
             await fleet.turn("t", messages)
             await evacuation
             last = await fleet.last("t")
@@ -134,7 +120,7 @@ async def test_a_relaunched_engine_has_none_of_its_predecessors_offers() -> None
             await fleet.turn("t", first_messages())
             await fleet.act(id_of(other), "uncordon")
             await fleet.act(id_of(url), "evacuate")
-            assert await offers_kv(fleet, id_of(url))
+            assert await fleet.offers_kv(id_of(url))
             await first_process.aclose()
             again = f"{id_of(url)}~2"
 
