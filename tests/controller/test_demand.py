@@ -18,7 +18,8 @@ from controller.gateway_client import GatewayClient
 from engines.profiles import load_profile
 from engines.simulated.settings import SimulatedEngineSettings
 from gateway.server import Listening
-from store import DEMAND, StoreSettings, Stream
+from store import DEMAND, StoreSettings
+from store.redis_stream import RedisStream
 from tests.support.engine import recorded_engine
 from tests.support.gateway import ADMIN_KEY, eventually, running_gateway
 from tests.support.redis_server import PATIENT, RedisServer, redis_server
@@ -195,7 +196,7 @@ async def test_demand_fails_while_redis_is_away_and_is_current_afterwards(server
 async def test_stale_and_unreadable_reports_are_refused(server: RedisServer) -> None:
     """A stream without reports is refused, too; each reason has its own message."""
     demand = demand_of(read_from(server, max_age_s=0.2).table, GatewayClient("http://127.0.0.1:9", None))
-    stream = Stream(server.url(), DEMAND, StoreSettings(**PATIENT))
+    stream = RedisStream(server.url(), DEMAND, StoreSettings(**PATIENT))
     async with aclosing(demand), aclosing(stream):
         assert "no gateway has reported its work there" in await refusal(demand)
         for entry in (b"nonsense", b"[]", b"{}", b'{"trajectories": [{}]}'):
@@ -208,7 +209,7 @@ async def test_stale_and_unreadable_reports_are_refused(server: RedisServer) -> 
 
 async def test_the_stream_is_bounded(server: RedisServer) -> None:
     """However long a gateway runs, the stream has a few entries, the newest last."""
-    async with aclosing(Stream(server.url(), DEMAND, StoreSettings(**PATIENT))) as stream:
+    async with aclosing(RedisStream(server.url(), DEMAND, StoreSettings(**PATIENT))) as stream:
         for number in range(20):
             await stream.add(b"%d" % number)
         newest = await stream.newest()

@@ -1,5 +1,8 @@
 """Which URL opens which store, and how other URLs are refused."""
 
+import subprocess
+import sys
+
 import pytest
 
 from store import BadStoreUrl, StoreError, StoreSettings, open_store
@@ -55,3 +58,11 @@ def test_a_limit_of_zero_is_refused() -> None:
     """Every limit is positive: a store that may keep nothing is a mistake."""
     with pytest.raises(AssertionError, match="max_turns_kept"):
         StoreSettings(max_turns_kept=0)
+
+
+@pytest.mark.parametrize(("url", "is_imported"), [("sqlite:heddle.sqlite3", False), ("redis://localhost", True)])
+def test_the_client_of_redis_is_imported_only_for_redis(url: str, is_imported: bool) -> None:
+    """It takes a quarter of the time in which the gateway is imported."""
+    program = f"import sys, gateway.app; gateway.app.open_store({url!r}); print('redis' in sys.modules)"
+    printed = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, text=True).stdout
+    assert printed == f"{is_imported}\n"
