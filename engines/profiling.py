@@ -1,11 +1,11 @@
 """Fits an engine profile to measured batches: what to measure, what the simulated engine predicts, and the fit.
 
 Pure: no clock, no sockets; `heddle profile` measures. The wall time of a batch is linear in the profile's coefficients
-as long as the same steps have the same requests. So the simulated engine itself, with one coefficient a little larger,
-gives the columns of the least-squares problem: a fit inverts the simulator, including chunked prefill and shrinking
+as long as the same steps have the same requests. So the simulated engine itself, played with dual numbers, gives the
+columns of the least-squares problem: a fit inverts the simulator, including chunked prefill and shrinking
 batches. Two numbers are no coefficients, and the best of several is taken: the least tokens of a prefill, and the gap
 between requests. If they come one after the other, the coefficients decide which step a request meets, so the fit is
-repeated from where it led (Gauss and Newton).
+repeated from where it led (Gauss and Newton), for the gaps that explain most after the first round.
 """
 
 from collections.abc import Sequence
@@ -18,6 +18,7 @@ from statistics import fmean
 import numpy as np
 from numpy.typing import NDArray
 
+from engines.dual import slopes_of, variables
 from engines.simulated.model import SimulatedEngine
 from engines.simulated.prefix_cache import Piece
 from engines.simulated.sequence import SimulatedSequence
@@ -29,7 +30,8 @@ _PER_STEP = 5
 LEAST_TOKENS = (0, 128, 256, 384, 512, 768, 1024, 1536, 2048)  # an H200 with a model of 8B has about 1,000
 GAPS_MS = (0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # vLLM on an H200's machine has about 2
 _NUM_ROUNDS = 3  # of a fit with a gap; later ones go back and forth
-_LITTLE = 1e-4  # by which a coefficient is made larger: of its size, and few requests meet another step for it
+_NUM_FOLLOWED = 3  # of the gaps, after the first round
+_LITTLE_MS = 1e-9  # instead of a coefficient of 0, which the engine may leave out
 _SOON_S = 1e-6  # A batch's other requests come while the first one is prefilled.
 VISIT_TOKENS = 32
 _NUM_VISITS = 12
@@ -132,25 +134,25 @@ def fit(measurements: Sequence[Measurement], engine: EngineProfile) -> Fit:
     together = replace(_with_coefficients(engine, [1.0] * NUM_COEFFICIENTS), request_gap_ms=0.0)
     fits = [_fit(measurements, replace(together, prefill_least_tokens=n), are_visited, 1) for n in LEAST_TOKENS]
     at_once = min(fits, key=_mape).profile
-    fits += [_fit(measurements, replace(at_once, request_gap_ms=ms), are_visited, _NUM_ROUNDS) for ms in GAPS_MS]
-    return min(fits, key=_mape)
+    apart = [_fit(measurements, replace(at_once, request_gap_ms=ms), are_visited, 1) for ms in GAPS_MS]
+    apart.sort(key=_mape)
+    further = [_fit(measurements, one.profile, are_visited, _NUM_ROUNDS - 1) for one in apart[:_NUM_FOLLOWED]]
+    return min((*fits, *apart, *further), key=_mape)
 
 
 def _fit(measurements: Sequence[Measurement], start: EngineProfile, are_visited: bool, num_rounds: int) -> Fit:
     """The best fit with the `prefill_least_tokens` and `request_gap_ms` of where it starts."""
     walls = np.array([measurement.wall_s for measurement in measurements])
     batches = [measurement.batch for measurement in measurements]
-    simulated, fits = _simulated_s(start, batches), list[Fit]()
+    fits = list[Fit]()
     for _ in range(num_rounds):
-        columns = _columns(start, batches, simulated)
+        known_s, columns = _linear(start, batches)
         columns[:, _PER_STEP] *= are_visited
-        gaps_s = simulated - columns @ _coefficients(start)
         columns = np.column_stack((columns, np.full(len(batches), 1e-3)))
         # Dividing by the wall time gives a second of a long batch the same weight as a millisecond of a short one.
-        *coefficients, request_ms = _least_absolute(columns / walls[:, None], (walls - gaps_s) / walls).tolist()
+        *coefficients, request_ms = _least_absolute(columns / walls[:, None], (walls - known_s) / walls).tolist()
         start = replace(_with_coefficients(start, coefficients), request_ms=request_ms)
-        simulated = _simulated_s(start, batches)
-        predicted = simulated + request_ms / 1000
+        predicted = np.array(_simulated_s(start, batches)) + request_ms / 1000
         mape = fmean(abs(float(error)) for error in predicted / walls - 1)
         fits.append(Fit(start, tuple(map(float, predicted)), mape))
     return min(fits, key=_mape)
@@ -160,25 +162,23 @@ def _mape(one: Fit) -> float:
     return one.mape
 
 
-def _columns(profile: EngineProfile, batches: Sequence[Batch], simulated: Matrix) -> Matrix:
-    """The seconds that each coefficient adds to each batch when it is larger by 1, by the simulated engine."""
-    coefficients = _coefficients(profile)
-    columns = []
-    for index, coefficient in enumerate(coefficients):
-        little = _LITTLE * (coefficient or 1.0)
-        larger = [*coefficients[:index], coefficient + little, *coefficients[index + 1 :]]
-        columns.append((_simulated_s(_with_coefficients(profile, larger), batches) - simulated) / little)
-    return np.column_stack(columns)
+def _linear(profile: EngineProfile, batches: Sequence[Batch]) -> tuple[Matrix, Matrix]:
+    """The seconds of each batch as a linear function of the coefficients, by the simulated engine: those that none of
+    them causes, and those that each adds when it is larger by 1."""
+    values = [coefficient or _LITTLE_MS for coefficient in _coefficients(profile)]
+    simulated = _simulated_s(_with_coefficients(profile, variables(values)), batches)
+    columns = np.array([slopes_of(seconds, NUM_COEFFICIENTS) for seconds in simulated])
+    return np.array([float(seconds) for seconds in simulated]) - columns @ values, columns
 
 
 def simulated_s(profile: EngineProfile, batch: Batch) -> float:
     """How long a batch takes on a simulated engine of this profile. A visit is prefilled in one of the batch's steps,
     and makes it longer. What a request takes beside the steps is not in it, but for the gaps between requests.
     """
-    return float(_simulated_s(profile, [batch])[0])
+    return _simulated_s(profile, [batch])[0]
 
 
-def _simulated_s(profile: EngineProfile, batches: Sequence[Batch]) -> Matrix:
+def _simulated_s(profile: EngineProfile, batches: Sequence[Batch]) -> list[float]:
     """As `simulated_s`. Equal batches are played once, and cached ones on an engine that new ones have just left."""
     gap_s = profile.request_gap_ms / 1000
     visit_s = profile.prefill_s(VISIT_TOKENS) + profile.prefill_launch_s(VISIT_TOKENS)
@@ -192,7 +192,7 @@ def _simulated_s(profile: EngineProfile, batches: Sequence[Batch]) -> Matrix:
             engine, began_at = left.get(prompts) or (engine, _play(engine, 0.0, prompts, 0.0))
         ended_at = _play(engine, began_at, batch, gap_s)
         took_s[batch], left[prompts] = ended_at - began_at, (engine, ended_at)
-    return np.array([took_s[one] + batch.num_visits * visit_s for one, batch in zip(played, batches, strict=True)])
+    return [took_s[one] + batch.num_visits * visit_s for one, batch in zip(played, batches, strict=True)]
 
 
 def to_toml(short_name: str, profile: EngineProfile) -> str:
