@@ -1,17 +1,6 @@
 """An agent framework (openai-agents) of which only the base_url is set."""
 
-from typing import Any
-
 import pytest
-from agents import (
-    Agent,
-    ModelSettings,
-    OpenAIChatCompletionsModel,
-    OpenAIResponsesModel,
-    RunConfig,
-    Runner,
-    function_tool,
-)
 from openai import AsyncOpenAI
 
 from tests.api.conftest import MODEL, Site
@@ -20,9 +9,20 @@ pytestmark = pytest.mark.usefixtures("token_legs")
 
 
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "stream"])
-@pytest.mark.parametrize("model_class", [OpenAIChatCompletionsModel, OpenAIResponsesModel], ids=["chat", "responses"])
-async def test_an_agent_runs_its_tool_loop(site: Site, model_class: Any, streamed: bool) -> None:
+@pytest.mark.parametrize("api", ["chat", "responses"])
+async def test_an_agent_runs_its_tool_loop(site: Site, api: str, streamed: bool) -> None:
     """Turn, tool, turn, ...: all turns are in one trajectory, in order, each prompt longer than the one before."""
+    from agents import (
+        Agent,
+        ModelSettings,
+        OpenAIChatCompletionsModel,
+        OpenAIResponsesModel,
+        RunConfig,
+        Runner,
+        function_tool,
+    )
+
+    model_class = OpenAIChatCompletionsModel if api == "chat" else OpenAIResponsesModel
     called: list[str] = []
 
     @function_tool

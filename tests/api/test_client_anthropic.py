@@ -1,12 +1,13 @@
 """The Anthropic SDK for Python against the gateway."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import pytest
-from anthropic import AsyncAnthropic, beta_async_tool
 
 from tests.api.conftest import HELLO, MODEL, Site, running_site
+
+if TYPE_CHECKING:
+    from anthropic import AsyncAnthropic
 
 pytestmark = pytest.mark.usefixtures("token_legs")
 TOOL: Any = {
@@ -19,7 +20,9 @@ TOOL: Any = {
 }
 
 
-def client_of(site: Site, **options: Any) -> AsyncAnthropic:
+def client_of(site: Site, **options: Any) -> "AsyncAnthropic":
+    from anthropic import AsyncAnthropic
+
     return AsyncAnthropic(**{"base_url": f"{site.url}/t/run-7", "api_key": "none", "max_retries": 0} | options)
 
 
@@ -70,16 +73,18 @@ async def test_counted_tokens_equal_a_messages_input_tokens(site: Site) -> None:
 @pytest.mark.parametrize(
     ("fields", "exception", "error_type"),
     [
-        ({"model": "nope"}, anthropic.NotFoundError, "not_found_error"),
-        ({"messages": "Hello"}, anthropic.BadRequestError, "invalid_request_error"),
+        ({"model": "nope"}, "NotFoundError", "not_found_error"),
+        ({"messages": "Hello"}, "BadRequestError", "invalid_request_error"),
     ],
 )
 async def test_an_invalid_request_raises_the_sdks_exception(
-    site: Site, fields: Any, exception: Any, error_type: str, stream: bool
+    site: Site, fields: Any, exception: str, error_type: str, stream: bool
 ) -> None:
     """In Anthropic's form, with its error types."""
+    import anthropic
+
     async with client_of(site) as client:
-        with pytest.raises(exception) as caught:
+        with pytest.raises(getattr(anthropic, exception)) as caught:
             await client.messages.create(**{**message(stream=stream), **fields})
     assert caught.value.body["error"]["type"] == error_type
     assert caught.value.body["type"] == "error"
@@ -87,6 +92,8 @@ async def test_an_invalid_request_raises_the_sdks_exception(
 
 async def test_a_wrong_key_raises_authentication_error() -> None:
     """The SDK sends its key as `x-api-key`."""
+    import anthropic
+
     async with running_site(api_keys=("right",)) as site:
         async with client_of(site, api_key="wrong") as client:
             with pytest.raises(anthropic.AuthenticationError):
@@ -97,6 +104,8 @@ async def test_a_wrong_key_raises_authentication_error() -> None:
 
 async def test_an_aborted_trajectory_raises_conflict(site: Site) -> None:
     """At once, without retries."""
+    import anthropic
+
     async with client_of(site, max_retries=5) as client:
         await client.messages.create(**message())
         await site.client.delete("/v1/trajectories/run-7")
@@ -110,6 +119,7 @@ async def test_the_tool_runner_sends_whole_conversations(site: Site, stream: boo
     """It first asks for its conversation to be kept, which engines ignore: they would get a tool's result without the
     question. Each of its turns that reaches an engine has all messages before it.
     """
+    from anthropic import beta_async_tool
 
     @beta_async_tool
     async def look_up(word: str) -> str:

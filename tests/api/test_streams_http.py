@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
-import anthropic
 import httpx
 import openai
 import orjson
@@ -85,6 +84,8 @@ async def test_an_error_after_a_comment_is_an_event(busy: Busy, api: str) -> Non
     """The status line was sent, so the stream ends with an error event in its API's form, and the SDKs raise."""
     base_url = f"{busy.site.url}/t/second"
     if api == "messages":
+        import anthropic
+
         client: Any = anthropic.AsyncAnthropic(base_url=base_url, api_key="none", max_retries=0)
         create, raised = client.messages.create, anthropic.APIStatusError
     else:

@@ -5,7 +5,6 @@ from typing import Any
 
 import httpx
 import pytest
-from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 
 from engines.simulated.text import END, Tokenizer
@@ -255,6 +254,8 @@ async def test_a_chat_without_a_limit_has_the_room_that_its_prompt_leaves(has_ro
 @pytest.mark.parametrize("stream", [False, True])
 async def test_messages_are_continued_like_chats(stream: bool, dialect: str) -> None:
     """From what Anthropic's SDK sends back of an answer, with calls and without."""
+    from anthropic import AsyncAnthropic
+
     async with (
         running_site(toy(dialect), token_legs="auto") as site,
         AsyncAnthropic(base_url=site.url, api_key="none") as sdk,

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-import anthropic
 import httpx2
 import openai
 import orjson
@@ -209,6 +208,8 @@ STARTED = (
 def read_stream(api: Api, content: bytes) -> Iterator[object]:
     """The events that the vendor's own SDK reads from a stream."""
     if api == "messages":
+        import anthropic
+
         client = anthropic.Anthropic(api_key="k", base_url="http://gateway", http_client=http_client_for(content))
         user = [{"role": "user", "content": "hi"}]
         yield from client.messages.create(model="m", max_tokens=5, messages=user, stream=True)
@@ -228,6 +229,8 @@ def read_stream(api: Api, content: bytes) -> Iterator[object]:
 )
 def test_a_broken_stream_raises_in_the_sdk(api: Api, first: bytes) -> None:
     """The SDKs take a stream that just ends for a complete one; the error event makes each of them raise."""
+    import anthropic
+
     event = error_event(api, api_error(502, "The engine died."), "req-1", sequence_number=1)
     seen = []
     with pytest.raises((openai.APIError, anthropic.APIError), match="The engine died") as raised:
@@ -239,6 +242,8 @@ def test_a_broken_stream_raises_in_the_sdk(api: Api, first: bytes) -> None:
 @pytest.mark.parametrize("api", ["chat", "completions", "responses", "messages"])
 def test_the_message_of_a_broken_stream_states_its_status(api: Api) -> None:
     """Agents that see only an SDK's message retry if it states a server error."""
+    import anthropic
+
     event = error_event(api, api_error(502, "The engine died."))
     with pytest.raises((openai.APIError, anthropic.APIError), match="502 The engine died"):
         list(read_stream(api, event))

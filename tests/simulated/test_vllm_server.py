@@ -3,7 +3,6 @@
 import asyncio
 import dataclasses
 
-import anthropic
 import openai
 import pytest
 
@@ -83,6 +82,8 @@ async def test_the_openai_sdk_accepts_every_answer(start: Start) -> None:
 
 async def test_the_anthropic_sdk_accepts_every_answer(start: Start) -> None:
     """Messages, stream, tools and count_tokens through the official client."""
+    import anthropic
+
     client = await start()
     async with anthropic.AsyncAnthropic(base_url=str(client.base_url), api_key="x", max_retries=0) as sdk:
         request = {"model": "simulated", "max_tokens": 8, "messages": [{"role": "user", "content": "Hello"}]}
