@@ -1,7 +1,8 @@
 """One connection to an engine: bytes from the socket through httptools into the response that they belong to.
 
 Anything that is not an answer to a request closes it: unsolicited bytes, two answers to one request, a head without
-end. So does an answer that comes before its request was sent completely.
+end. So does an answer that comes before its request was sent completely. An engine that gives up an idle connection
+may say so with a 408 (RFC 9110, 15.5.9) while the next request is on its way: that is no answer to it.
 """
 
 import asyncio
@@ -17,6 +18,7 @@ from engines.http.response import Response
 from engines.keepalive import probe_when_idle
 
 HEAD_LIMIT_BYTES = 64 * 1024
+_TIMED_OUT = 408
 
 
 class Connection(asyncio.Protocol):
@@ -105,6 +107,10 @@ class Connection(asyncio.Protocol):
         response = self._response
         self._last_read = data
         if response is not None:
+            if not response.has_answered and self._outbox.has_for(self._transport):
+                self._fail(StaleConnection("the engine sent something before it was asked"))
+                self.abort()
+                return
             response.has_answered = True
             if not response.has_begun:
                 self._head_bytes += len(data)
@@ -159,6 +165,10 @@ class Connection(asyncio.Protocol):
         response.status = parser.get_status_code()
         if response.status < 200:  # an interim answer; the real one follows
             response.headers.clear()
+            return
+        if response.status == _TIMED_OUT and self.loop.time() < self.may_be_stale_until:
+            self._fail(StaleConnection("the engine gave the connection up"))
+            self.abort()
             return
         self._keeps_alive = bool(parser.should_keep_alive())
         has_length = b"content-length" in response.headers or b"transfer-encoding" in response.headers

@@ -18,8 +18,8 @@ class ConnectionBroken(Exception):
 
 
 class StaleConnection(ConnectionBroken):
-    """A reused connection ended before a byte of the answer, at once: it had been closed before the request arrived.
-    Nothing was served; safe to repeat on a new connection.
+    """A reused connection ended before a byte of the answer, at once: it had been closed or given up (408) before the
+    request arrived. Nothing was served; safe to repeat on a new connection.
     """
 
 

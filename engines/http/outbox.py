@@ -40,6 +40,10 @@ class Outbox:
         if len(self._waiting) >= MOST_WAITING:
             self._send()
 
+    def has_for(self, transport: asyncio.Transport | None) -> bool:
+        """Whether something is still to be sent there."""
+        return transport in [waiting for waiting, _ in self._waiting]
+
     def _round_ended(self) -> None:
         self._num_in_last_round, self._num_in_round = self._num_in_round, 0
         if self._waiting:

@@ -225,6 +225,44 @@ async def test_a_request_that_may_have_arrived_is_not_sent_again(start_of_answer
         assert len(server.peers) == 1
 
 
+async def test_bytes_that_come_before_their_request_is_sent_are_no_answer_to_it() -> None:
+    """On a busy gateway a request waits until the round of the event loop ends, and an answer that nobody asked for is
+    read in that round. It was taken for the request's, and the next turn got the one that the engine then gave.
+    """
+
+    async def handler(peer: Peer) -> None:
+        while True:
+            target = (await peer.request()).split()[1]
+            await peer.send(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(target), target))
+
+    async with server_and_client(handler) as (server, http):
+        for _ in range(2):  # on idle connections both leave in one round, so the next one counts as busy
+            await asyncio.gather(assert_gets(http, b"/"), assert_gets(http, b"/"))
+        for peer in server.peers:
+            peer.writer.write(HELLO)
+        await asyncio.sleep(0)  # the client's sockets are read after this task has gone on
+        for target in ("/one", "/two"):
+            assert await http.get(target, TIMEOUT_S) == (200, target.encode())
+
+
+async def test_a_reused_connection_that_the_server_gave_up_is_not_used() -> None:
+    """Its 408 was on its way when the request was sent, so the request is sent again, on a new connection. It was the
+    request's answer, and failed a leg. On a new connection it is an answer."""
+    late = b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+
+    async def handler(peer: Peer) -> None:
+        if peer.number == 0:
+            await peer.request()
+            await peer.send(HELLO)
+        await peer.request()
+        await peer.send(late)
+
+    async with server_and_client(handler, may_be_stale_s=TIMEOUT_S) as (server, http):
+        await assert_gets(http)
+        assert await http.get("/", TIMEOUT_S) == (408, b"")
+        assert len(server.peers) == 2
+
+
 async def test_idle_connections_are_closed_after_max_idle_s() -> None:
     """The client closes them itself, before another request comes."""
     async with server_and_client(always_sends(HELLO), max_idle_s=0.05) as (server, http):
