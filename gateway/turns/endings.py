@@ -99,8 +99,10 @@ class Endings:
         self.close(turn, "failed", dispatch, _refused(error), now)
 
     def given_up(self, ask: Ask) -> None:
-        """The request gets no answer, or no new one: its conversation can continue from where it was."""
-        if ask.is_inferred:
+        """The request gets no answer, or no new one: its conversation can continue from where it was, unless the same
+        request still has a running turn.
+        """
+        if ask.is_inferred and not self._repeats.has_beside(ask):
             self._conversations.release(ask.trajectory_id)
 
     def close(

@@ -61,6 +61,11 @@ class Repeats:
         if not running:
             del self._running[turn.ask.trajectory_id]
 
+    def has_beside(self, ask: Ask) -> bool:
+        """Whether another request without an id has a running turn of this one's trajectory."""
+        running = self._running.get(ask.trajectory_id, ())
+        return any(turn.ask is not ask and turn.ask.is_inferred for turn in running)
+
     async def keep_in_bounds(self) -> None:
         """Bound what running turns keep, until cancelled."""
         while True:

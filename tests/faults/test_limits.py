@@ -14,8 +14,9 @@ import pytest
 from engines.profiles import load_profile
 from engines.simulated.server import serve_engine
 from engines.simulated.settings import SimulatedEngineSettings
-from tests.faults.asking import APIS, PATHS, are_waiting, ask, body_of, check_error, raw
+from tests.faults.asking import APIS, PATHS, are_waiting, ask, body_of, check_error, client_connection, raw
 from tests.faults.gateway_process import gateway_process
+from tests.faults.raw_engine import hangs, raw_engine, whole, writes
 from tests.support.gateway import ADMIN, eventually, running_gateway
 
 ONE_SLOT = SimulatedEngineSettings(profile=replace(load_profile("qwen3-14b-h100-tp1"), slots=1))
@@ -178,6 +179,57 @@ async def test_a_conversation_continues_after_a_refused_turn(client: httpx.Async
         other = await ask(client, gateway.url, "chat", body_of("chat", messages=[*messages[:-1], question]))
         assert other.is_finished("chat")
         assert other.headers["x-trajectory-id"] == first.headers["x-trajectory-id"]
+
+
+@pytest.mark.parametrize("how", ["is refused", "is left by its client"])
+async def test_a_conversation_is_at_work_although_its_repeated_request_ends_early(
+    client: httpx.AsyncClient, how: str
+) -> None:
+    """No request has an id or says that it is a retry. The trajectory counted as idle, although its turn ran, and got
+    the next turn of a sibling with the same first answer."""
+    keys, answer = ("first", "second"), {"role": "assistant", "content": "x"}
+    answers = writes(whole(orjson.dumps({"choices": [{"index": 0, "message": answer, "finish_reason": "stop"}]})))
+    async with (
+        raw_engine(answers) as engine,
+        running_gateway(engine.url, api_keys=keys, max_turns_per_key=1 if how == "is refused" else 2) as gateway,
+    ):
+        first, second = ({"authorization": f"Bearer {key}"} for key in keys)
+        question = {"role": "user", "content": "hello"}
+        mine = await trajectory_of(client, gateway.url, first, question)
+        record = f"{gateway.url}/v1/trajectories/{mine}"
+        body = body_of("chat", messages=[question, answer, question])
+        engine.answer = hangs
+        async with client_connection(gateway.url, "chat", body, first):
+            await eventually(lambda: engine.num_open == 1)
+            if how == "is refused":
+                refused = await client.post(gateway.url + PATHS["chat"], json=body, headers=first)
+                check_error("chat", refused, 429, "too_many_turns")
+                assert refused.headers["x-trajectory-id"] == mine
+            else:
+                async with client_connection(gateway.url, "chat", body, first):
+                    await eventually(lambda: engine.num_open == 2)
+                await eventually(lambda: runs(client, record, first, 1, 1))
+            engine.answer = answers
+            sibling = await trajectory_of(client, gateway.url, second, question)
+            other = [question, answer, {"role": "user", "content": "and then?"}]
+            assert await trajectory_of(client, gateway.url, second, *other) == sibling
+        await eventually(lambda: runs(client, record, first, 0, 1 if how == "is refused" else 2))
+        again = await trajectory_of(client, gateway.url, first, *other)
+        assert again == mine, "its turn is over, so it can go on"
+
+
+async def trajectory_of(client: httpx.AsyncClient, url: str, headers: dict[str, str], *messages: dict[str, str]) -> str:
+    """The trajectory whose next turn a chat is."""
+    reply = await ask(client, url, "chat", body_of("chat", messages=messages), headers)
+    assert reply.is_finished("chat")
+    return reply.headers["x-trajectory-id"]
+
+
+async def runs(client: httpx.AsyncClient, url: str, headers: dict[str, str], num_turns: int, num_left: int) -> bool:
+    """Whether so many turns of a trajectory are under way, and so many were left by their clients."""
+    record = (await client.get(url, headers=headers)).json()
+    left = [turn for turn in record["turns"] if turn["outcome"] == "left"]
+    return (len(record["live_turns"]), len(left)) == (num_turns, num_left)
 
 
 async def test_pipelined_requests_are_answered_in_order() -> None:
