@@ -38,7 +38,7 @@ class DescriptorStore:
 
     async def keep(self, name: str, descriptors: Sequence[int], timeout_s: float) -> bool:
         """Put these into keeping under a new name; False if there is no room, or the keeper does not take them in
-        time.
+        time. They may be closed meanwhile, and their numbers be those of others.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
@@ -46,15 +46,22 @@ class DescriptorStore:
             return False
         self._count(name, len(descriptors))
         message = b"FDSTORE=1\nFDNAME=%b\nFDPOLL=0" % name.encode()
+        copies: list[int] = []
+        is_kept = False
         try:
-            while not self._sent(message, descriptors):
+            copies.extend(map(os.dup, descriptors))
+            while not self._sent(message, copies):
                 if loop.time() >= deadline:
-                    self._count(name, 0)
                     return False
                 await asyncio.sleep(_RETRY_S)
-        except asyncio.CancelledError:
-            self._count(name, 0)
-            raise
+            is_kept = True
+        except OSError:
+            return False  # no more file descriptors
+        finally:
+            for copy in copies:
+                os.close(copy)
+            if not is_kept:
+                self._count(name, 0)
         return True
 
     def keep_now(self, name: str, descriptor: int) -> None:

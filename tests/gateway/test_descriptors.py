@@ -30,6 +30,30 @@ async def test_descriptors_that_were_not_put_into_keeping_leave_their_room(tmp_p
     os.close(descriptor)
 
 
+async def test_a_descriptor_that_is_closed_while_the_keeper_is_waited_for_is_kept_all_the_same(tmp_path: Path) -> None:
+    """Such as that of a connection that its engine closes. Its number was sent, which may be another connection's by
+    then: that stayed open, and the next process read it as the leg's.
+    """
+    address, descriptor, other = str(tmp_path / "keeper"), os.memfd_create("kept"), os.memfd_create("other")
+    is_kept = os.fstat(descriptor).st_ino
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as keeper:
+        keeper.bind(address)
+        fill(address)
+        store = DescriptorStore(address, limit=1, found={})
+        keeping = asyncio.create_task(store.keep("leg-1", [descriptor], timeout_s=60))
+        await asyncio.sleep(0)
+        os.dup2(other, descriptor)
+        keeper.recv(1)
+        assert await keeping
+        store.close()
+        message = b"x"
+        while message == b"x":
+            message, received, _, _ = socket.recv_fds(keeper, 100, 1)
+    assert [os.fstat(number).st_ino for number in received] == [is_kept]
+    for number in (descriptor, other, *received):
+        os.close(number)
+
+
 def fill(address: str) -> None:
     """Send messages until the socket there takes no more."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
