@@ -104,6 +104,8 @@ class Contexts:
 
         Returns:
             None if nothing is known of it.
+        Raises:
+            ValueError: a value that no turn has read so far is not JSON to us; it may be to an engine.
         """
         context = self._contexts.get(trajectory_id)
         ids: Sequence[int] | None = None

@@ -154,7 +154,7 @@ class KvMoves:
         ended = asyncio.get_running_loop().create_future()
         self._of_turns[ended] = source.engine_id
         try:
-            asked = await self.contexts.request(turn.ask.trajectory_id, turn)
+            asked = await self._asked(turn.ask.trajectory_id, turn, target)
             return asked is not None and await self._counted(turn.ask.trajectory_id, *asked, source, target)
         finally:
             del self._of_turns[ended]
@@ -179,7 +179,7 @@ class KvMoves:
                 target = self._fleet.get(move.target)
                 context = self.contexts.get(move.trajectory_id)
                 is_long = context is None or context.num_tokens >= self._settings.kv_move_min_tokens
-                asked = await self.contexts.request(move.trajectory_id, None) if is_long else None
+                asked = await self._asked(move.trajectory_id, None, target) if is_long else None
                 if asked is not None:
                     source = self._source(under_way.source, target, context)
                     await self._counted(move.trajectory_id, *asked, source, target, prefills=True)
@@ -188,6 +188,14 @@ class KvMoves:
         finally:
             if self._under_way.get(move.trajectory_id) is under_way:
                 del self._under_way[move.trajectory_id]
+
+    async def _asked(self, trajectory_id: str, turn: Turn | None, target: Member) -> tuple[str, dict[str, Any]] | None:
+        """As `Contexts.request`; None, and counted, also if it cannot be read: its turn was not read whole either."""
+        try:
+            return await self.contexts.request(trajectory_id, turn)
+        except ValueError as fault:
+            self._note("failed", trajectory_id, None, target, why=fault)
+            return None
 
     async def _counted(
         self,
