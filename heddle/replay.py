@@ -73,9 +73,11 @@ async def run(args: argparse.Namespace) -> int:
         if args.json:
             args.json.write_text(json.dumps(result.to_json(), indent=1) + "\n")
     except (OSError, ValueError, RequestFailed) as error:
-        print(f"heddle replay: {why(error)}", file=sys.stderr)
+        print(f"heddle replay: {why(error)}{_advice(args.base_url, str(error))}", file=sys.stderr)
         return 2
     print_results([result], Console(markup=False))
+    if advice := _advice(args.base_url, *result.errors):
+        print(f"heddle replay: turns failed{advice}", file=sys.stderr)
     return 1 if result.errors else 0
 
 
@@ -156,6 +158,13 @@ def _patience(settings: ReplaySettings, reason: str) -> str:
         f"heddle replay: cannot connect to {settings.base_url}: {reason}; "
         f"retrying up to {num} times, for at most {math.ceil(most_s):,} s"
     )
+
+
+def _advice(base_url: str, *errors: str) -> str:
+    """What to do about errors of a server that knows no path without /v1; "" if they do not look like that."""
+    url = base_url.rstrip("/")
+    is_unknown = not url.endswith("/v1") and any("HTTP 404" in error for error in errors)
+    return f" (give the base URL with its /v1: --base-url {url}/v1)" if is_unknown else ""
 
 
 def _base_url(text: str) -> str:

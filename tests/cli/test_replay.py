@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from engines.simulated.server import serve_engine
+from engines.simulated.settings import SimulatedEngineSettings
 from heddle.replay import add_arguments, run
 from tests.support.gateway import running_gateway
 from tests.support.toy_chat import Faults, ToyChat, serve
@@ -114,6 +116,16 @@ async def test_a_server_without_a_list_of_models_is_named_with_its_answer(
         assert await run(parse("--base-url", f"{url}/other/v1", *SMALL, "--client", client)) == 2
     error = capsys.readouterr().err
     assert "heddle replay: the server does not list its models: HTTP 404: " in error and "no such route" in error
+
+
+@pytest.mark.parametrize(("model", "status"), [((), 2), (("--model", "simulated"), 1)])
+async def test_a_base_url_that_lacks_its_v1_brings_advice(
+    model: tuple[str, ...], status: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Unlike a gateway, an engine says only that there is nothing, to the first request or to every turn."""
+    async with serve_engine(SimulatedEngineSettings(speed_up=50.0)) as url:
+        assert await run(parse("--base-url", url, *SMALL, *model)) == status
+    assert capsys.readouterr().err.endswith(f" (give the base URL with its /v1: --base-url {url}/v1)\n")
 
 
 def test_the_examples_in_help_parse(capsys: pytest.CaptureFixture[str]) -> None:
