@@ -83,10 +83,14 @@ def in_words(error: ErrorDetails, known: Iterable[str] = (), table: str = "a tab
     return said if _SECRETS.intersection(error["loc"]) else f"{said}, not {_shown(error['input'])}"
 
 
-def meant(name: str, known: Iterable[str]) -> str:
-    """A suggestion after an unknown name; "" if no known name is close."""
+def meant(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """A suggestion after an unknown name; "" if no known name is close.
+
+    Args:
+        prefix: with which all of these names begin when they are used: without it they are compared.
+    """
     near = difflib.get_close_matches(name, known, n=1)
-    return f", did you mean {near[0]}?" if near else ""
+    return f", did you mean {prefix}{near[0]}?" if near else ""
 
 
 def names_at(model: type[BaseModel], place: tuple[int | str, ...]) -> list[str]:

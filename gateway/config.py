@@ -31,6 +31,8 @@ class ConfigError(Exception):
     """The settings are not usable; the message is one clear line."""
 
 
+_PREFIX = "HEDDLE_"
+_SEE_ALL = "`heddle serve --settings` lists all"
 # Read elsewhere: the file's name below, the others by the scripts in deploy/ and by the tests.
 _OTHERS = frozenset({"HEDDLE_CONFIG", "HEDDLE_WORK", "HEDDLE_VLLM_VENV", "HEDDLE_REDIS_FROM"})
 
@@ -66,7 +68,7 @@ def _origin(text: str) -> str:
 class Settings(BaseSettings):
     """Every setting of the gateway process."""
 
-    model_config = SettingsConfigDict(env_prefix="HEDDLE_", extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = SettingsConfigDict(env_prefix=_PREFIX, extra="forbid", frozen=True, allow_inf_nan=False)
     toml: ClassVar[dict[str, Any]] = {}
 
     host: str = Field(
@@ -456,11 +458,13 @@ def load_settings(config_file: str | None = None, **overrides: Any) -> Settings:
     unknown = sorted(
         name
         for name in os.environ
-        if name.startswith("HEDDLE_") and name not in _OTHERS and name[7:].lower() not in Settings.model_fields
+        if name.startswith(_PREFIX)
+        and name not in _OTHERS
+        and name[len(_PREFIX) :].lower() not in Settings.model_fields
     )
     if unknown:
-        known = [f"HEDDLE_{name.upper()}" for name in Settings.model_fields]
-        raise ConfigError(f"unknown setting in the environment: {unknown[0]}{meant(unknown[0], known)}")
+        near = meant(unknown[0][len(_PREFIX) :], [name.upper() for name in Settings.model_fields], _PREFIX)
+        raise ConfigError(f"unknown setting in the environment: {unknown[0]}{near or f'; {_SEE_ALL}'}")
     sourced: Any = Settings
     if config_file is not None:
         sourced = type("Settings", (Settings,), {"toml": _read(config_file), "__doc__": Settings.__doc__})
@@ -469,7 +473,7 @@ def load_settings(config_file: str | None = None, **overrides: Any) -> Settings:
     except ValidationError as error:
         name, said = first_mistake(error, Settings)
         if said.startswith("unknown"):
-            said += f"{'' if said.endswith('?') else ';'} `heddle serve --settings` lists all"
+            said += f"{'' if said.endswith('?') else ';'} {_SEE_ALL}"
         raise ConfigError(f"setting {name}: {said}") from None
     assert isinstance(settings, Settings)
     return settings

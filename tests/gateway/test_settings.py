@@ -177,6 +177,15 @@ def test_an_unknown_variable_is_refused_with_a_suggestion(monkeypatch: pytest.Mo
         load_settings()
 
 
+def test_an_unknown_variable_that_resembles_no_setting_is_refused_without_a_suggestion(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What all names begin with does not make two alike: for HEDDLE_FOO it said HEDDLE_PORT."""
+    monkeypatch.setenv("HEDDLE_FOO", "1")
+    with pytest.raises(ConfigError, match=r"^unknown setting in the environment: HEDDLE_FOO; `heddle serve --settings"):
+        load_settings()
+
+
 def test_a_byte_order_mark_is_ignored(tmp_path: Path) -> None:
     """Some editors begin a file with one."""
     file = tmp_path / "heddle.toml"
