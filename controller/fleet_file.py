@@ -3,6 +3,7 @@
 import os
 import re
 import tomllib
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -373,6 +374,9 @@ def load_fleet_file(path: str | Path) -> FleetFile:
         raise FleetFileError(f"{path} is not TOML: {error}") from None
     if "admin_key" in content:
         raise FleetFileError(f"{path}: admin_key must not be in a file; set {ADMIN_KEY_VARIABLE} in the environment")
+    for name, text in _texts(content):
+        if "\0" in text:  # neither a path nor an argument of a program can have one
+            raise FleetFileError(f"{path}: {name}: must not have a NUL byte")
     try:
         fleet = FleetFile(**content, admin_key=os.environ.get(ADMIN_KEY_VARIABLE) or None)
     except ValidationError as error:
@@ -384,6 +388,15 @@ def load_fleet_file(path: str | Path) -> FleetFile:
             options[name] = _found(path.parent, options[name], is_list=name == "kubeconfig")
     state_dir = Path(_found(path.parent, str(fleet.state_dir)))
     return fleet.model_copy(update={"state_dir": state_dir, "launcher_options": options})
+
+
+def _texts(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    """All strings of a TOML value, each with its place; a table's keys are not among them."""
+    if isinstance(value, str):
+        yield name, value
+    elif isinstance(value, dict | list):
+        for step, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _texts(inner, f"{name}.{step}" if name else str(step))
 
 
 def _found(folder: Path, said: str, is_list: bool = False) -> str:

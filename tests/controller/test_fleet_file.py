@@ -172,6 +172,9 @@ def test_a_step_may_take_a_day_at_most(tmp_path: Path, name: str) -> None:
         (("gpus = 8", "gpus = 8\nfirst_ = true"), r"first_: unknown, did you mean first\?$"),
         (("gpus = 8", "gpus = 8\nlimits = 5"), "limits: must be a table, not 5$"),
         (('served_name = "policy"', 'served_name = ""'), "served_name: must not be empty, not ''$"),
+        (('state_dir = "', 'state_dir = "\\u0000'), r"state_dir: must not have a NUL byte$"),
+        (('"40960"]', '"\\u0000"]'), r"engine.flags.1: must not have a NUL byte$"),
+        (('"WARN"', '"\\u0000"'), r"engine.environment.NCCL_DEBUG: must not have a NUL byte$"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_reported_in_one_clear_line(tmp_path: Path, changed: tuple[str, str], message: str) -> None:
