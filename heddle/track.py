@@ -2,24 +2,27 @@
 
 A rollout ends as soon as its gateway has lost an engine. Its turns would wait for one as long as in a fleet (half an
 hour) or crowd the others, and its makespan would say nothing of the policy. The gateway knows a lost engine from a slow
-one.
+one. Until it is ready, which without an engine it never is, the engines are looked at here.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 import orjson
 from rich.console import Console
 
-from engines.http import FAULTS, HttpClient
+from engines.http import FAULTS, EngineUnreachable, HttpClient
 from heddle.real import clear_prefix_cache
 from heddle.rollouts import local_gateway, play
 from loadtest.replayer import ReplaySettings
 from loadtest.results import RolloutResult
 from workloads.trajectories import Workload
 
+Made = TypeVar("Made")
 _LOOK_S = 1.0  # as often as the gateway looks at its engines
 _LOOK_TIMEOUT_S = 60.0  # a gateway on a busy machine stalls for many seconds
 
@@ -48,29 +51,46 @@ class Track:
         """A rollout from empty prefix caches. Answers are not streamed, so gateway and agents take little.
 
         Raises:
-            EngineGone: it was ended, because the gateway lost an engine.
+            EngineGone: it was ended, because the gateway lost an engine, or before it began, because one is gone.
         """
         for engine in self.engines:
             await clear_prefix_cache(engine)
         flags = ("--log-level", "warning")
-        async with local_gateway(self.engines, policy, self.work_dir, *flags, profile=self.profile) as gateway:
+        async with AsyncExitStack() as stack:
+            of_its_own = local_gateway(self.engines, policy, self.work_dir, *flags, profile=self.profile)
+            gateway = await _unless_lost(stack.enter_async_context(of_its_own), _first_gone(self.engines))
             settings = ReplaySettings(f"{gateway}/v1", model=self.model, stream_share=0.0, client="raw")
-            playing = asyncio.create_task(play(workload, policy, settings, self.console))
-            return await _unless_lost(playing, gateway)
+            return await _unless_lost(play(workload, policy, settings, self.console), _first_loss(gateway))
 
 
-async def _unless_lost(playing: asyncio.Task[RolloutResult], gateway: str) -> RolloutResult:
-    """The result of a rollout, which is cancelled once its gateway has lost an engine."""
-    watching = asyncio.create_task(_first_loss(gateway))
+async def _unless_lost(work: Coroutine[Any, Any, Made], loss: Coroutine[Any, Any, str]) -> Made:
+    """What some work gives, which is cancelled once an engine is lost."""
+    working, watching = asyncio.create_task(work), asyncio.create_task(loss)
     try:
-        await asyncio.wait((playing, watching), return_when=asyncio.FIRST_COMPLETED)
-        if not playing.done():
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
             raise EngineGone(watching.result())
-        return playing.result()
+        return working.result()
     finally:
-        for task in (playing, watching):
+        for task in (working, watching):
             task.cancel()
-        await asyncio.gather(playing, watching, return_exceptions=True)
+        await asyncio.gather(working, watching, return_exceptions=True)
+
+
+async def _first_gone(engines: Sequence[str]) -> str:
+    """Wait until an engine accepts no connection; one that is only slow does. Returns: which, and why."""
+    while True:
+        await asyncio.sleep(_LOOK_S)
+        for engine in engines:
+            http = HttpClient(engine)
+            try:
+                await http.get("/health", _LOOK_TIMEOUT_S)
+            except EngineUnreachable as fault:
+                return f"{engine} was lost while a gateway started: {fault}"
+            except FAULTS:
+                continue
+            finally:
+                http.close()
 
 
 async def _first_loss(gateway: str) -> str:

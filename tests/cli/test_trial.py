@@ -4,12 +4,14 @@ import argparse
 import asyncio
 import dataclasses
 import json
+import re
 import signal
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from engines.children import LaunchError, child, free_port
 from engines.http import HttpClient
@@ -19,6 +21,7 @@ from engines.simulated.settings import SimulatedEngineSettings
 from engines.vllm import Vllm
 from heddle.real import clear_prefix_cache, counted
 from heddle.rollouts import START_TIMEOUT_S
+from heddle.track import EngineGone, Track
 from heddle.trial import (
     PROBE,
     Trial,
@@ -261,6 +264,23 @@ async def test_an_engine_that_dies_ends_the_trial(tmp_path: Path, capsys: pytest
         assert await trial == 2
     error = capsys.readouterr().err
     assert error.startswith(f"heddle trial: {url} was lost during a rollout: ") and error.count("\n") == 1
+
+
+@pytest.mark.timeout(180)
+async def test_an_engine_that_dies_while_a_gateway_starts_ends_the_trial_at_once(tmp_path: Path) -> None:
+    """With its name. Its gateway was waited for, two minutes, and named in its place."""
+
+    async def clear_and_die(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        server.close()
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+        writer.close()
+
+    server = await asyncio.start_server(clear_and_die, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    track = Track([url], "simulated", "toy-cpu-tp1", tmp_path, Console(quiet=True))
+    with pytest.raises(EngineGone, match=f"^{re.escape(url)} was lost while a gateway started: no connection"):
+        await track.played(PROBE, "heddle")
 
 
 async def test_an_engine_that_is_gone_between_rollouts_is_named() -> None:
