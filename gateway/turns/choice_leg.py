@@ -39,7 +39,8 @@ class Place:
     """Where a turn's leg runs, and with which request id and priority.
 
     Args:
-        note: called with a turn and its earlier token count when tokens have come, before they are told.
+        note: called when tokens have come, and before any are told: with a turn, its earlier token count, and whether
+            some are told now.
         kept_legs: the legs whose responses outlive this process; None if nothing keeps them.
     """
 
@@ -49,7 +50,7 @@ class Place:
     priority: int
     settings: Settings
     clock: Clock
-    note: Callable[[Turn, int], None]
+    note: Callable[[Turn, int, bool], None]
     kept_legs: KeptLegs | None = None
 
 
@@ -79,6 +80,7 @@ class ChoiceLeg:
         choice.has_ended = True
         others = [other for other in self._turn.choices if not other.has_ended]
         if others and choice.last:
+            self._note(True)
             self._turn.outlet.stream(choice.last)
             choice.last = b""
 
@@ -174,7 +176,7 @@ class ChoiceLeg:
                 told = await writer.tell(place.routes, place.member.http, self._chain, self._timeout_s)
                 writer.pause(place.clock())
                 if told:
-                    self._note()
+                    self._note(True)
                     outlet.stream(told)
             if turn.outlet.is_full:
                 with place.member.held_up():
@@ -209,15 +211,15 @@ class ChoiceLeg:
             self._choice.last = writer.tell(new.text, new.logprobs, chain.finish_reason, chain.stop_reason)
         elif new.text or new.logprobs:
             told = writer.tell(new.text, new.logprobs)
-            self._note()
+            self._note(True)
             self._turn.outlet.stream(told)
 
-    def _note(self) -> None:
+    def _note(self, is_told: bool) -> None:
         choice, num_made = self._choice, len(self._chain.output_ids)
         num_before = self._turn.num_chunks
         self._turn.num_chunks += num_made - choice.num_counted
         choice.num_counted = num_made
-        self._place.note(self._turn, num_before)
+        self._place.note(self._turn, num_before, is_told)
 
     # --- the end --------------------------------------------------------------------------------------------
 

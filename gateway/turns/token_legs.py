@@ -227,10 +227,10 @@ class TokenLegs:
         rendered = routes.rendered(ask.path, ask.request, body, num_calls)
         return None if rendered is None or (rendered.needs_parser and not _can_be_parsed(ask, rendered)) else rendered
 
-    def _note(self, turn: Turn, num_before: int) -> None:
-        """Tokens have come."""
+    def _note(self, turn: Turn, num_before: int, is_told: bool) -> None:
+        """Tokens have come, or some that came before are told."""
         if turn.ask.wants_stream:
-            if turn.first_byte_at is None:
+            if is_told and turn.first_byte_at is None:
                 self._note_first_byte(turn)
             turn.outlet.num_events = turn.choices[0].writer.frame.num_events
         self._kept_tokens.save(turn)

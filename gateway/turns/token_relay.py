@@ -24,6 +24,7 @@ class TokenRelay:
         read: the dialect's reader.
         version: gives the current version of the engine's weights.
         outlet: where to tell the client as tokens come; None for an answer that is told whole.
+        note: called when tokens have come, with whether some are told now.
 
     Attributes:
         has_begun: a first event has come.
@@ -38,7 +39,7 @@ class TokenRelay:
         read: Callable[[bytes], Piece],
         version: Callable[[], str],
         outlet: Outlet | None,
-        note: Callable[[], None],
+        note: Callable[[bool], None],
         now: Callable[[], float],
     ) -> None:
         self.has_begun = False
@@ -80,7 +81,7 @@ class TokenRelay:
         finally:  # the chain counts what came before a fault as told, so it must be told
             told, self._told = b"".join(self._told), []
             if self.has_begun:
-                self._note()
+                self._note(bool(told))
             if told:
                 assert self._outlet is not None
                 is_full = self._outlet.stream(told)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -14,8 +15,10 @@ import pytest
 
 from engines.profiles import load_profile
 from engines.simulated.server import serve_engine
+from engines.simulated.settings import Fault
 from tests.faults.gateway_process import gateway_process
 from tests.faults.kept_gateway import kept_gateway
+from tests.support.engine import recorded_engine
 from tests.support.gateway import ADMIN, eventually, running_gateway
 from tests.weights.gateway_client import TOKENIZER, body_of, complete, engine, is_generated_by, last_turn, update
 
@@ -185,6 +188,29 @@ async def test_a_stale_turn_restarts_under_the_new_weights_if_configured(kind: s
         assert len(TOKENIZER.encode(text)) == 400 and is_generated_by(["v1"], PROMPT, text)
         row = await last_turn(client, "one")
         assert (row["weight_versions"], row["legs"]) == (["v1"], 2)
+
+
+async def test_a_restarted_turns_first_byte_is_that_of_the_answer_that_its_client_gets() -> None:
+    """Its first leg made tokens, but they could not be read before the weights changed. The history, and the metric of
+    the first byte, had the time of these."""
+    derender = "/v1/chat/completions/derender"
+    messages, tool = [{"role": "user", "content": PROMPT}], {"type": "function", "function": {"name": "weave"}}
+    body = {"model": "simulated", "messages": messages, "tools": [tool], "stream": True, "max_tokens": 400}
+    async with (
+        recorded_engine(engine("vllm", Fault("hang", path=derender, count=1), speed_up=5.0)) as recorded,
+        running_gateway(recorded.url, max_staleness=0, stale="restart", token_legs="auto") as gateway,
+        httpx.AsyncClient(base_url=gateway.url, timeout=90) as client,
+    ):
+        turn = asyncio.create_task(client.post("/t/one/v1/chat/completions", json=body | {"ignore_eos": True}))
+        await eventually(lambda: derender in [asked.path for asked in recorded.seen])
+        hangs_since = time.time()
+        await update(client, "v1")
+        assert "[DONE]" in (await turn).text
+        row = await last_turn(client, "one")
+        assert (row["weight_versions"], row["legs"]) == (["v1"], 2)
+        assert row["first_byte_at"] > hangs_since
+        page = (await client.get("/metrics")).text
+        assert "heddle_turn_first_token_seconds_count 1.0" in page
 
 
 @KINDS
