@@ -37,7 +37,7 @@ class Turn:
             that first had it, so the newest is the greatest. "" until the first are.
         kv_by: how its KV reached that engine; "" if it was there already.
         versions: of the weights that the engine of its last leg had during it.
-        stale_version: the version among these, or among its trajectory's, that is so old that the turn was stopped;
+        stale_version: the version among these, or among its trajectory's, that is so old that its leg is being stopped;
             None if none is.
         is_held: its leg waits to be sent, so that it begins together with others.
         last_error: why its last leg failed.
@@ -181,6 +181,8 @@ class Turn:
         """A leg runs at this engine; "" if none runs. A leg at token level can be paused."""
         self.engine_id, self._can_pause = engine_id, can_pause
         self.last_engine_id = engine_id or self.last_engine_id
+        if not engine_id:
+            self.stale_version = None  # a leg that was paused at the same moment is checked before the next one
 
     def pause(self) -> bool:
         """Stop the running leg and keep its tokens; the scheduler is told TurnPaused and dispatches it again.

@@ -97,3 +97,32 @@ async def test_a_client_that_leaves_before_its_leg_begins_ends_its_turn(is_lost_
         with turn.stoppable():
             pytest.fail("the leg began")
     assert stopped.value.fault is Fault.CLIENT_LEFT
+
+
+async def test_a_leg_that_was_paused_and_found_too_stale_at_once_leaves_no_staleness_to_the_next() -> None:
+    """Its turn is checked again before the next leg. When the engine of that one was lost, its client got a 409, or its
+    tokens were dropped, as if the new weights were the cause."""
+    turn = new_turn()
+
+    async def run_leg() -> None:
+        turn.leg_runs_at("engine", True)
+        try:
+            with turn.stoppable():
+                await asyncio.Event().wait()
+        finally:
+            turn.leg_runs_at("", False)
+
+    paused = asyncio.create_task(run_leg())
+    await asyncio.sleep(0)
+    turn.pause()
+    turn.stale_version = "old"
+    turn.stop(Fault.ENGINE)
+    with pytest.raises(Stopped) as stopped:
+        await paused
+    assert (stopped.value.fault, turn.stale_version) == (None, None)
+    lost = asyncio.create_task(run_leg())
+    await asyncio.sleep(0)
+    turn.aborted(Abort("t", 0, Fault.ENGINE))
+    with pytest.raises(Stopped) as stopped:
+        await lost
+    assert (stopped.value.fault, turn.stale_version) == (Fault.ENGINE, None)
