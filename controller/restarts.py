@@ -123,7 +123,10 @@ def tend(
     if not before and not wanted:  # it served, but not for long: out of memory under load, say
         before = usable(state.earlier)
     if given_up and before and shape_of(before) != shape_of(wanted):
-        wanted = [one if one.server_id in alive else replace(one, server_id=new_id()) for one in before]
+        wanted_on = {one.devices: one for one in wanted}  # replacements of servers that ended since are among them
+        before = [wanted_on.get(one.devices, one) for one in before]
+        kept_ids = alive.keys() | {one.server_id for one in wanted}
+        wanted = [one if one.server_id in kept_ids else replace(one, server_id=new_id()) for one in before]
         why += "; back to the fleet before"
     wanted_ids = {one.server_id for one in wanted}
     more = {"num_tries": _only(tries, wanted_ids), "not_before": _only(not_before, wanted_ids)}

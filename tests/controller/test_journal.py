@@ -236,6 +236,17 @@ def test_a_fleet_that_comes_back_is_without_servers_that_were_given_up_in_it() -
     assert [one.devices for one in tended(state, [Ended("c", "exit status 1")]).wanted] == [("0",)]
 
 
+def test_a_fleet_that_comes_back_keeps_replacements_that_serve_on_its_devices() -> None:
+    """One of its servers died and was replaced while the new shape was still tried. The replacement used to be ended
+    for another one on the same device."""
+    fleet = tuple(DesiredServer(name, 1, (device,)) for name, device in zip("abcd", "0123", strict=True))
+    replacement, given_up = DesiredServer("e", 1, ("0",)), DesiredServer("f", 2, ("2", "3"))
+    state = State(wanted=(replacement, fleet[1], given_up), proven=fleet, num_tries={"e": 1, "f": 2})
+    state = tended(state, [Ended("f", "exit status 1")], 100.0, replacement, fleet[1])
+    assert state.wanted[:2] == (replacement, fleet[1]) and state.num_tries == {"e": 1}
+    assert [one.devices for one in state.wanted[2:]] == [("2",), ("3",)]
+
+
 def test_a_fleet_of_which_nothing_is_left_gives_way_to_the_one_before() -> None:
     """The new shape serves, and runs out of memory under load until it is given up. Nobody served any more."""
     state = fold(State(wanted=ONES), {"kind": "proven", "at": 1.0})
