@@ -4,6 +4,8 @@ predictor."""
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from shutil import copyfile
+from tempfile import TemporaryDirectory
 from zlib import crc32
 
 from predictor.progress import Progress
@@ -16,7 +18,7 @@ NUM_FOLDS = 5
 
 
 def try_text(examples: Sequence[TextExample], out: Path, *, seed: int = 0) -> tuple[TrainingReport, Choice]:
-    """Train on four fifths of the groups, judge on the rest; `out` is written, and is kept only if it was chosen.
+    """Train on four fifths of the groups, judge on the rest; `out` is written only if the model was chosen.
 
     Raises:
         ValueError: too few examples, or one of unknown length.
@@ -27,15 +29,17 @@ def try_text(examples: Sequence[TextExample], out: Path, *, seed: int = 0) -> tu
         raise ValueError("an example has no total_tokens: what a trajectory came to is what is learned")
     examples = beside_tabular(examples)
     asked = [example for example in examples if _fold(example) == 0]
-    report = train_text([example for example in examples if _fold(example)], out, seed=seed)
-    said = TextPredictor.load(out).predict_all(asked)
-    judged = [
-        PredictionPair(example.group_id, example.total_tokens, prediction.total_tokens, example.base_tokens)
-        for example, prediction in zip(asked, said, strict=True)
-    ]
-    choice = choose(judged, seed=seed)
-    if not choice.takes_challenger:
-        out.unlink()
+    with TemporaryDirectory() as folder:  # `out` may be a model that is in use
+        draft = Path(folder) / "text.pt"
+        report = train_text([example for example in examples if _fold(example)], draft, seed=seed)
+        said = TextPredictor.load(draft).predict_all(asked)
+        judged = [
+            PredictionPair(example.group_id, example.total_tokens, prediction.total_tokens, example.base_tokens)
+            for example, prediction in zip(asked, said, strict=True)
+        ]
+        choice = choose(judged, seed=seed)
+        if choice.takes_challenger:
+            copyfile(draft, out)
     return report, choice
 
 

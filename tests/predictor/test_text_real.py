@@ -137,6 +137,17 @@ def test_the_command_keeps_a_model_only_if_it_pays(tmp_path: Path, has_signal: b
     assert ("Not worth having" in done.stdout) != has_signal
 
 
+@pytest.mark.text
+def test_a_model_that_is_there_stays_if_a_new_one_does_not_pay(tmp_path: Path) -> None:
+    """A gateway may be using it. It was overwritten by the new one, and deleted with it."""
+    conversations = write(tmp_path / "conversations.jsonl", corpus(500, has_signal=False, seed=4))
+    out = tmp_path / "text.pt"
+    out.write_bytes(b"the model of last week")
+    done = run_with_torch("-m", "heddle", "predictor", "train", "--text", conversations, "--out", out)
+    assert done.returncode == 1 and "Not worth having" in done.stdout, done.stderr[-2000:]
+    assert out.read_bytes() == b"the model of last week"
+
+
 async def test_the_gateway_uses_the_text_prediction_at_the_next_turn(with_signal: Trained) -> None:
     """The predictor is asked when a turn ends, whole or streamed. The next turn has its prediction, and the first has
     none."""
