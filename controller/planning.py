@@ -145,6 +145,8 @@ def _weighed(
     if not current:
         return Proposal(wanted, float("inf"), planned_s, relaunch, True, "there is no fleet")
     current_s = makespan_s(presorted, {**{tp: LoadedEngine(profiles[tp]) for tp in current}, **kinds}, current)
+    if not current_s:
+        return Proposal(current, 0.0, 0.0, 0.0, False, f"{about}: by the profiles they take no time on any fleet")
     is_worth_it = worth_reshaping(current_s, planned_s, relaunch, rule)
     gain_share = (current_s - planned_s - relaunch / rule.num_rollouts) / current_s
     why = (

@@ -201,6 +201,15 @@ def test_a_resting_device_that_left_the_inventory_is_not_subtracted_twice() -> N
         assert sum(found.tps) == 4
 
 
+def test_work_that_takes_no_time_changes_nothing() -> None:
+    """Every answer was empty, and the profiles say nothing of prefill. The controller used to end
+    with a division by zero, and again after each such rollout."""
+    profiles = {tp: replace(one, prefill_per_ktoken_ms=0.0, prefill_per_ktoken2_ms=0.0) for tp, one in PROFILES.items()}
+    large = State(wanted=(DesiredServer("l", 8, DEVICES),))
+    for state in (large, SMALL):
+        assert not proposed(Work((Remaining(0.0, 4_000.0),) * 4, 0, 0.95), state, profiles=profiles).is_worth_it
+
+
 def test_without_work_or_profiles_there_is_no_plan() -> None:
     """The reason is given."""
     assert "too few" in str(propose(Work((), 0, None), SMALL, PROFILES, FLOOR, RULE))
