@@ -10,7 +10,7 @@ from typing import Any
 
 from predictor.progress import Predictor, Progress
 from predictor.replay import play
-from workloads.traces import json_lines
+from workloads.traces import json_lines, shown
 from workloads.trajectories import Trajectory
 
 
@@ -78,7 +78,7 @@ class _Log:
         """
         for record in records:
             if known := self._progress.get(str(record["trajectory_id"])):
-                del known[int(record["num_turns"]) + 1 :]
+                del known[_count(record, "num_turns") + 1 :]
 
     def _happened(self, line: dict[str, Any]) -> None:
         match line["type"]:
@@ -94,7 +94,7 @@ class _Log:
                 self._predictor.dropped(line["trajectory_id"])
 
     def _arrived(self, line: dict[str, Any]) -> None:
-        name, prompt = str(line["trajectory_id"]), int(line["prompt_tokens"])
+        name, prompt = str(line["trajectory_id"]), _count(line, "prompt_tokens")
         self._turns[str(line["turn_id"])] = name
         known = self._progress.setdefault(name, [Progress(name, str(line["group_id"]), prompt_tokens=prompt)])
         known[-1] = replace(known[-1], context_tokens=prompt)
@@ -104,7 +104,7 @@ class _Log:
         progress = self._progress.get(self._turns.pop(str(line["turn_id"]), ""))
         if progress is None:  # its beginning is in an older file
             return
-        known, prompt, made = progress[-1], int(line["prompt_tokens"]), int(line["output_tokens"])
+        known, prompt, made = progress[-1], _count(line, "prompt_tokens"), _count(line, "output_tokens")
         progress.append(
             replace(
                 known,
@@ -133,3 +133,10 @@ class _Log:
         self._predictor.dropped(name)
         if state == "finished":
             self.num_partial += 1
+
+
+def _count(line: dict[str, Any], name: str) -> int:
+    value = line[name]
+    if not isinstance(value, int | float) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"{name}: must be a whole number from 0, not {shown(value)}")
+    return int(value)

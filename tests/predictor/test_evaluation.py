@@ -242,6 +242,33 @@ def test_a_file_that_is_no_event_log_is_refused_in_words(
     assert capsys.readouterr().err == f"heddle predictor train: {path}, line 1: {fault}\n"
 
 
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        ({"kind": "start", "records": [{"trajectory_id": "t", "num_turns": -1}]}, "num_turns"),
+        (
+            {"type": "TurnArrived", "turn_id": "u", "trajectory_id": "t", "group_id": "g", "prompt_tokens": -7},
+            "prompt_tokens",
+        ),
+        ({"type": "TurnFinished", "turn_id": "t/0", "prompt_tokens": 9, "output_tokens": -7}, "output_tokens"),
+        ({"type": "TurnFinished", "turn_id": "t/0", "prompt_tokens": "9", "output_tokens": 7}, "prompt_tokens"),
+    ],
+)
+@pytest.mark.parametrize("name", ["tabular", "siblings"])
+def test_a_wrong_number_in_an_event_log_is_named(
+    name: str, line: dict[str, object], fault: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A negative one was learned from, or was a "math domain error" lines later, or a traceback."""
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(
+        b"\n".join([*logged("t", 10, "finished")[:1], json.dumps(line).encode(), *logged("t", 10, "active")])
+    )
+    given = ["--predictor", name, "--events", str(path), "--out", str(tmp_path / "model")]
+    assert main(["predictor", "train", *given]) == 2
+    wrong = f"{path}, line 2: not a line of an event log: {fault}: must be a whole number from 0, not "
+    assert wrong in capsys.readouterr().err
+
+
 def test_a_line_with_a_number_too_large_for_a_float_is_named(tmp_path: Path) -> None:
     """A broken engine may report anything."""
     path = tmp_path / "events.jsonl"
