@@ -52,6 +52,8 @@ class LocalLauncher:
             slots.
         max_log_bytes: limit of a server's log; a full one is started again, and the old one is kept until the next
             time.
+        confirm_timeout_s: how long killed processes may take to end: freeing pinned host memory takes a while.
+        sessions: finds the processes that are left.
     """
 
     def __init__(
@@ -60,12 +62,15 @@ class LocalLauncher:
         devices: Sequence[str],
         pin_variable: str | None = "CUDA_VISIBLE_DEVICES",
         max_log_bytes: int = 16 * 2**20,
+        confirm_timeout_s: float = 120.0,
+        sessions: Sessions | None = None,
     ) -> None:
         self._run_dir = run_dir
         self._devices = tuple(devices)
         self._pin_variable = pin_variable
         self._max_log_bytes = max_log_bytes
-        self._sessions = Sessions()
+        self._confirm_timeout_s = confirm_timeout_s
+        self._sessions = sessions or Sessions()
 
     def inventory(self) -> tuple[str, ...]:
         """All devices."""
@@ -85,7 +90,12 @@ class LocalLauncher:
         return await asyncio.to_thread(self._servers, fleet_id)
 
     async def stop(self, server_id: str, grace_s: float) -> None:
-        """SIGTERM, then SIGKILL to all its processes; returns when none is left."""
+        """SIGTERM, then SIGKILL to all its processes; returns when none is left.
+
+        Raises:
+            TimeoutError: some do not end although they were killed, as in a driver that hangs; safe to repeat.
+            OSError: the folder takes no more files; safe to repeat.
+        """
         for folder in self._folders("*"):
             if folder.name == server_id:
                 await self._stop(folder, grace_s)
@@ -102,6 +112,9 @@ class LocalLauncher:
             elif not was_asked:
                 _signal(guard, signal.SIGTERM)
                 was_asked = True
+            if time.monotonic() >= deadline + self._confirm_timeout_s:
+                named = ", ".join(map(str, pids)) or "its guard"
+                raise TimeoutError(f"{folder.name}: process {named} does not end, although it was killed")
             await asyncio.sleep(_POLL_S)
         await asyncio.to_thread(_remove_leavings, folder)
 

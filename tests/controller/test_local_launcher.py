@@ -16,6 +16,7 @@ import pytest
 from controller.launcher import LaunchFailed, ServerSpec, ServerState
 from controller.local_guard import rotate, started
 from controller.local_launcher import MAX_STOPPED_KEPT, LocalLauncher
+from controller.local_processes import Sessions, Table, read_processes
 from tests.controller.launcher_contract import FAIL, PROMISES, SERVE, STUBBORN, Promise, Site
 
 
@@ -107,6 +108,27 @@ async def test_workers_of_a_killed_guard_hold_the_device_until_they_are_stopped(
     await site.launcher.stop(spec.server_id, 60.0)
     assert await site.is_gone(spec.server_id)
     await site.launcher.launch(site.spec())
+
+
+async def test_a_process_that_no_signal_ends_is_reported(site: Site, tmp_path: Path) -> None:
+    """A driver that hangs keeps a killed process for good. Its stop never ended, and nothing told why."""
+    spec = site.spec(SERVE)
+    await site.launcher.launch(spec)
+    await site.answer(spec.server_id)
+    session = json.loads((tmp_path / site.fleet_id / spec.server_id / "process.json").read_text())["pid"]
+    no_pid = 2**22 + 1  # above the largest one that Linux gives, so that no signal reaches it
+
+    def read() -> Table:
+        return {**read_processes(), session: (*read_processes().get(session, ()), (no_pid, 2**60))}
+
+    launcher = LocalLauncher(tmp_path, ("0", "1", "2"), confirm_timeout_s=0.1, sessions=Sessions(read))
+    async with asyncio.timeout(60.0):
+        with pytest.raises(TimeoutError, match=f"{spec.server_id}: process {no_pid} does not end, although"):
+            await launcher.stop(spec.server_id, 5.0)
+    (found,) = await launcher.find(site.fleet_id)
+    assert found.state is ServerState.RUNNING, "it holds its device"
+    await site.launcher.stop(spec.server_id, 5.0)
+    assert await site.is_gone(spec.server_id)
 
 
 async def test_a_recycled_pid_is_not_taken_for_a_server(site: Site, tmp_path: Path) -> None:
