@@ -193,6 +193,8 @@ class Controller:
         asleep = {one.server_id for one in alive if await self._drivers.sleeps(urls.get(one.server_id))}
         for server_id in asleep:
             self.journal.write(**step_record("done", Sleep(server_id), time.time()))
+        if self.journal.state.changed_at is not None:
+            return  # an operator asked for a fleet meanwhile
         try:
             self.ask(self.desired.adopted(alive, asleep) if alive else self.desired.first())
         except NoDevices as lack:

@@ -13,7 +13,7 @@ import pytest
 from controller.fleet_file import FleetFileError
 from controller.gateway_client import GatewayAway, Member
 from controller.journal import Journal, State
-from controller.launcher import ServerState
+from controller.launcher import Server, ServerSpec, ServerState
 from controller.loop import Controller
 from controller.planning import Proposal
 from controller.steps import is_reached
@@ -176,6 +176,32 @@ async def test_engines_that_serve_are_adopted_before_a_sleeper_on_their_devices(
     assert {one.spec.server_id for one in cluster.alive()} == serving
     assert is_reached(journal.state.wanted, made.seen)
     await made.close()
+    journal.close()
+
+
+async def test_an_operators_fleet_is_not_replaced_by_what_runs(memory_folder: Path) -> None:
+    """Without a journal, each server is asked whether it sleeps, for up to five seconds. What an operator was promised
+    meanwhile was forgotten, and the servers adopted."""
+    asked: list[str] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.append((await reader.readuntil(b"\r\n")).decode())
+        made.ask(made.desired.scaled([2], made.observed()))
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nconnection: close\r\n\r\n{}")
+        writer.close()
+
+    engine = await asyncio.start_server(answer, "127.0.0.1", 0)
+    run = run_in(memory_folder / "lost", engine.sockets[0].getsockname()[1], set())
+    spec = ServerSpec("found", run.fleet.fleet, 1, ("cpu0",), ())
+    run.cluster.servers["found"] = Server(spec, ServerState.RUNNING, f"http://127.0.0.1:{run.cluster.port}")
+    journal, points = Journal(run.fleet.state_dir / "journal.jsonl"), Fuse()
+    ports = MemoryLauncher(run.cluster, points), MemoryGateway(run.cluster, points), MemoryDemand(run.cluster)
+    made = Controller(run.fleet, *ports, journal)  # type: ignore[arg-type]
+    async with engine:
+        await made.tick()
+        assert asked == ["GET /metrics HTTP/1.1\r\n"]
+        assert [one.tp for one in journal.state.wanted] == [2] and journal.state.why == "scaled by hand"
+        await made.close()
     journal.close()
 
 
