@@ -125,7 +125,8 @@ def tend(
     if given_up and before and shape_of(before) != shape_of(wanted):
         wanted_on = {one.devices: one for one in wanted}  # replacements of servers that ended since are among them
         before = [wanted_on.get(one.devices, one) for one in before]
-        kept_ids = alive.keys() | {one.server_id for one in wanted}
+        stopping_ids = {server_id for server_id, step in state.begun.items() if step == "Stop"}
+        kept_ids = (alive.keys() - stopping_ids) | {one.server_id for one in wanted}
         wanted = [one if one.server_id in kept_ids else replace(one, server_id=new_id()) for one in before]
         why += "; back to the fleet before"
     wanted_ids = {one.server_id for one in wanted}

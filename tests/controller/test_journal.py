@@ -247,6 +247,14 @@ def test_a_fleet_that_comes_back_keeps_replacements_that_serve_on_its_devices() 
     assert [one.devices for one in state.wanted[2:]] == [("2",), ("3",)]
 
 
+def test_a_fleet_that_comes_back_does_not_wait_for_a_server_that_is_being_stopped() -> None:
+    """Its end is no failure: it counted as a start of the fleet before, and of a single try that was the last."""
+    state = State(wanted=TWO, proven=ONES, num_tries={"c": 2}, begun={"b": "Stop", "a": "Drain"})
+    state = tended(state, [Ended("c", "exit status 1")], 100.0, *ONES)
+    assert state.wanted[0] == ONES[0] and state.wanted[1].devices == ONES[1].devices
+    assert state.wanted[1].server_id != "b" and not state.num_tries
+
+
 def test_a_fleet_of_which_nothing_is_left_gives_way_to_the_one_before() -> None:
     """The new shape serves, and runs out of memory under load until it is given up. Nobody served any more."""
     state = fold(State(wanted=ONES), {"kind": "proven", "at": 1.0})
