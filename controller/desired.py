@@ -75,6 +75,8 @@ class DesiredFleet:
         try:
             counts = Counter(largest_first(self.first_tps()))
         except NoDevices:
+            counts = Counter()
+        if not counts:
             return "heddle fleet scale COUNTxTP"
         return " ".join(["heddle fleet scale", *(f"{count}xTP{tp}" for tp, count in counts.items())])
 

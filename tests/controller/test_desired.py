@@ -1,5 +1,6 @@
 """What is wanted of a fleet without engines."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,13 @@ def test_an_empty_fleet_names_the_command_that_starts_it(
 ) -> None:
     """It is that of the file's first fleet; before any node has joined, the user chooses one."""
     assert desired(state, tmp_path, devices).command_to_start() == command
+
+
+def test_a_file_without_first_engines_names_no_command_of_nothing(tmp_path: Path) -> None:
+    """The command named was `heddle fleet scale`, which is refused."""
+    fleet = fleet_file(tmp_path, "http://127.0.0.1:9", first=())
+    made = DesiredFleet(fleet, lambda: DEVICES, lambda: replace(ENDED, why="the first fleet"))
+    assert made.command_to_start() == "heddle fleet scale COUNTxTP"
 
 
 @pytest.mark.parametrize(
