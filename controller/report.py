@@ -44,8 +44,8 @@ def alarms(controller: Controller, now: float) -> dict[str, str]:
     if state.sleepless:
         found["cannot_sleep"] = f"servers are stopped instead of put to sleep: {state.sleepless}"
     if state.blocked_tps:
-        sizes = ", ".join(f"TP {tp}" for tp in sorted(state.blocked_tps))
-        found["size_given_up"] = f"{sizes}: {state.failures[-1].cause if state.failures else ''}"
+        causes = {failure.tp: failure.cause for failure in state.failures}  # the last one of each size
+        found["size_given_up"] = "; ".join(f"TP {tp}: {causes.get(tp, '')}" for tp in sorted(state.blocked_tps))
     if waiting := held_back(state, now, controller.fleet.retry_rule):
         found["start_failed"] = f"{', '.join(sorted(waiting))} is started again after a pause; see failures"
     lost = [one.server_id for one in controller.seen if _is_lost(one, state)]

@@ -61,6 +61,21 @@ async def test_a_server_that_the_gateway_does_not_use_is_an_alarm(
     journal.close()
 
 
+async def test_a_size_that_was_given_up_keeps_its_own_cause(tmp_path: Path) -> None:
+    """The alarm said the cause of whichever server had failed last, such as one of another size weeks later."""
+    cluster, journal = Cluster(devices=("cpu0",), port=8000), Journal(tmp_path / "journal.jsonl")
+    for tp, cause in ((2, "exit status 1"), (4, "no such flag"), (1, "killed by SIGKILL")):
+        failure = {"server_id": f"server-{tp}", "tp": tp, "at": 0.0, "cause": cause, "last_lines": []}
+        journal.write(kind="failed", failure=failure)
+    for tp in (4, 2):
+        journal.write(kind="blocked", tp=tp, devices=[])
+    launcher, gateway = MemoryLauncher(cluster, Fuse()), MemoryGateway(cluster, Fuse())
+    made = Controller(fleet_file(tmp_path, URL), launcher, gateway, MemoryDemand(cluster), journal)  # type: ignore[arg-type]
+    assert alarms(made, 0.0) == {"size_given_up": "TP 2: exit status 1; TP 4: no such flag"}
+    await made.close()
+    journal.close()
+
+
 @pytest.mark.parametrize(
     ("kind", "body", "said"),
     [
