@@ -68,12 +68,19 @@ def _run(folder: Path, server: dict[str, object]) -> str:
             env={**_inherited(), **server["environment"]},  # type: ignore[dict-item]
             preexec_fn=_die_with_parent,
         )
-    except OSError as error:
+    except (OSError, ValueError) as error:
         return f"it could not be started: {error}"
     signal.signal(signal.SIGTERM, lambda *_: process.terminate())
     threading.Thread(target=_keep_log_bounded, args=(folder / "log", server["max_log_bytes"]), daemon=True).start()
     status = process.wait()
-    return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+    return f"killed by {_signal_name(-status)}" if status < 0 else f"exit status {status}"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # most real-time signals have none
+        return f"signal {number}"
 
 
 def _inherited() -> dict[str, str]:

@@ -110,6 +110,25 @@ async def test_workers_of_a_killed_guard_hold_the_device_until_they_are_stopped(
     await site.launcher.launch(site.spec())
 
 
+@pytest.mark.parametrize(
+    ("program", "cause"),
+    [
+        (
+            "import os, subprocess; subprocess.Popen(['sleep', '600']); os.kill(os.getpid(), 40)",
+            "killed by signal 40",
+        ),
+        ("\0", "it could not be started: embedded null byte"),
+    ],
+    ids=["a signal without a name", "a command that is none"],
+)
+async def test_an_unusual_end_is_recorded_and_leaves_nothing(site: Site, program: str, cause: str) -> None:
+    """The guard failed over these. Workers that were left then held the devices, and the server counted as running."""
+    spec = site.spec(program)
+    await site.launcher.launch(spec)
+    ended = await site.until(spec.server_id, lambda server: server.state is ServerState.EXITED)
+    assert ended.exit_cause == cause
+
+
 async def test_a_process_that_no_signal_ends_is_reported(site: Site, tmp_path: Path) -> None:
     """A driver that hangs keeps a killed process for good. Its stop never ended, and nothing told why."""
     spec = site.spec(SERVE)
