@@ -204,9 +204,16 @@ class Turn:
         if ends_leg and self.dispatch is not None:
             return  # that leg is about to begin, and will end then
         if is_first and self._task is not None:
-            self._task.cancel()
+            if self._task is asyncio.current_task():  # which may leave this leg before it waits and is cancelled
+                asyncio.get_running_loop().call_soon(self._cancel, self._task)
+            else:
+                self._task.cancel()
         elif is_first and self.on_stop is not None:
             self.on_stop()
+
+    def _cancel(self, task: asyncio.Task[Any]) -> None:
+        if self._is_stopping and self._task is task:
+            task.cancel()
 
     def begin_again(self) -> bool:
         """Drop what was made of its answer; False if some of it is out."""

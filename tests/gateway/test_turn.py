@@ -4,9 +4,10 @@ import asyncio
 
 import pytest
 
+from gateway.http.errors import api_error
 from gateway.http.outlet import Outlet
 from gateway.turns.ask import Ask
-from gateway.turns.outcome import Stopped
+from gateway.turns.outcome import LegFailed, Stopped
 from gateway.turns.turn import Turn
 from scheduling.types import Abort, Dispatch, Fault
 
@@ -126,3 +127,31 @@ async def test_a_leg_that_was_paused_and_found_too_stale_at_once_leaves_no_stale
     with pytest.raises(Stopped) as stopped:
         await lost
     assert (stopped.value.fault, turn.stale_version) == (Fault.ENGINE, None)
+
+
+async def test_a_leg_that_stops_its_own_turn_and_fails_at_once_leaves_nothing_to_the_next() -> None:
+    """What an engine sends may make the scheduler preempt the turn, and be followed by an error in the same bytes. The
+    turn's next leg was taken for one that the gateway's shutdown cancels."""
+    turn = new_turn()
+
+    async def run_legs() -> Dispatch:
+        with pytest.raises(LegFailed), turn.stoppable():
+            turn.leg_runs_at("engine", True)
+            assert turn.pause()
+            raise LegFailed(Fault.ENGINE, api_error(502, "It died."))
+        turn.leg_failed(api_error(502, "It died."))
+        return await turn.next_leg()
+
+    task = asyncio.create_task(run_legs())
+    await asyncio.sleep(0)
+    turn.dispatched(DISPATCH)
+    assert await task == DISPATCH
+
+
+async def test_a_leg_that_stops_its_own_turn_ends_where_it_waits_next() -> None:
+    """As one that is stopped from outside."""
+    turn = new_turn()
+    with pytest.raises(Stopped), turn.stoppable():
+        turn.leg_runs_at("engine", True)
+        turn.pause()
+        await asyncio.Event().wait()
