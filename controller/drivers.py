@@ -35,14 +35,13 @@ from controller.steps import (
     Wake,
 )
 from engines.dialect import Asleep, ObservationError
-from engines.http import BadResponse, ConnectionBroken, EngineUnreachable, HttpClient, ResponseTimeout
+from engines.http import FAULTS, HttpClient
 from engines.kv_connectors import tier_name
 from engines.sleep import SLEEP, SleepFault
 from engines.vllm import Vllm
 
 _POLL_S = 0.2
 _PROBE_TIMEOUT_S = 5.0
-_NO_ANSWER = (BadResponse, ConnectionBroken, EngineUnreachable, ResponseTimeout)
 
 
 class StartFailed(Exception):
@@ -104,7 +103,7 @@ class Drivers:
             await Vllm().observe(http, _PROBE_TIMEOUT_S)
         except Asleep:
             return True
-        except (ObservationError, *_NO_ANSWER):
+        except (ObservationError, *FAULTS):
             return False
         finally:
             http.close()
@@ -194,7 +193,7 @@ class Drivers:
         }
         try:
             status, said = await http.post("/v1/completions", orjson.dumps(request), warm_up.timeout_s)
-        except _NO_ANSWER as fault:
+        except FAULTS as fault:
             raise StartFailed(f"the warm-up request was not answered: {fault or type(fault).__name__}") from None
         if status != 200:
             raise StartFailed(f"the warm-up request was answered with {status}: {said[:300].decode(errors='replace')}")
@@ -265,7 +264,7 @@ async def _check_model(http: HttpClient, model: str) -> None:
     try:
         _, said = await http.get("/v1/models", _PROBE_TIMEOUT_S)
         models = [str(one["id"]) for one in orjson.loads(said)["data"]]
-    except _NO_ANSWER as fault:
+    except FAULTS as fault:
         raise StartFailed(f"/v1/models was not answered: {fault or type(fault).__name__}") from None
     except (KeyError, TypeError, ValueError):
         raise StartFailed("/v1/models: not the answer of an engine") from None
@@ -275,7 +274,7 @@ async def _check_model(http: HttpClient, model: str) -> None:
 
 async def _answers(http: HttpClient) -> bool:
     """Whether a server serves: SGLang answers `/health` before it can generate, vLLM `/v1/models` only when it can."""
-    with contextlib.suppress(*_NO_ANSWER):
+    with contextlib.suppress(*FAULTS):
         for target in ("/health", "/v1/models"):
             if (await http.get(target, _PROBE_TIMEOUT_S))[0] != 200:
                 return False
