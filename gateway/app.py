@@ -155,7 +155,7 @@ async def _serving(
     health = Health(settings, driver, fleet, store, metrics, book)
     trajectories = Trajectories(settings, clock, driver, ledger, store, memory.predictor, passes)
     engines = Engines(fleet, driver, event_log, kv, settings.heartbeat_s, by_tokens)
-    tokens = Tokens(ledger, book, passes)
+    tokens = Tokens(settings, ledger, store, book, passes)
     parts = (access, health, trajectories, engines, tokens, weights, demand, overview, turns, passthrough)
     api = with_parts(build_api(), parts)
     store.on_loss(memory.rewrite)

@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from gateway.api.parts import part
 from gateway.api.trajectories import entries_of, storable
+from gateway.config import Settings
 from gateway.http.refusals import not_acceptable, store_away, unknown_trajectory
 from gateway.passes import Passes
 from gateway.state import ledger as ledgers
@@ -19,7 +20,7 @@ from gateway.tokens.branches import tree
 from gateway.tokens.export import jsonl, parquet
 from gateway.tokens.parquet import ParquetFile
 from scheduling.types import TrajectoryState
-from store.port import StoreError
+from store.port import Store, StoreError
 
 JSONL, PARQUET = "application/jsonl", "application/vnd.apache.parquet"
 
@@ -39,8 +40,10 @@ class Reward(BaseModel):
 class Tokens:
     """What the routes read and do."""
 
-    def __init__(self, ledger: Ledger, book: TokenBook, passes: Passes) -> None:
+    def __init__(self, settings: Settings, ledger: Ledger, store: Store, book: TokenBook, passes: Passes) -> None:
+        self._settings = settings
         self._ledger = ledger
+        self._store = store
         self._book = book
         self._passes = passes
 
@@ -53,11 +56,15 @@ class Tokens:
             raise store_away(str(error)) from error
         return orjson.dumps(tree(entry, turns), option=orjson.OPT_SERIALIZE_NUMPY)
 
-    def reward(self, trajectory_id: str, reward: Reward) -> Entry:
-        """Keep a reward; the last one counts. Raises Refused (404)."""
-        self._entry(trajectory_id)
+    async def reward(self, trajectory_id: str, reward: Reward) -> dict[str, Any]:
+        """Keep a reward, of which the last one counts, and show its trajectory once the record has it. Raises Refused
+        (404).
+        """
+        entry = self._entry(trajectory_id)
         self._ledger.rewarded(trajectory_id, reward.model_dump())
-        return self._entry(trajectory_id)
+        shown = ledgers.as_json(entry)
+        await self._store.settle(self._settings.settle_timeout_s)
+        return shown
 
     async def export(self, rollout_id: str, state: TrajectoryState | None, as_parquet: bool) -> AsyncIterator[bytes]:
         """A rollout's trajectories in the order of their ids, as a file in parts. Raises Refused (404, 406)."""
@@ -94,7 +101,7 @@ def add_tokens(app: FastAPI) -> None:
     @app.post("/v1/trajectories/{trajectory_id:path}/reward", tags=["training"])
     async def reward(tokens: _Here, trajectory_id: str, reward: Reward) -> dict[str, Any]:
         """Report what a trajectory was worth; the last reward counts."""
-        return ledgers.as_json(tokens.reward(trajectory_id, reward))
+        return await tokens.reward(trajectory_id, reward)
 
     @app.post(
         "/v1/rollouts/{rollout_id:path}/export",

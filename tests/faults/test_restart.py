@@ -246,12 +246,18 @@ async def test_serving_continues_while_redis_is_away_and_the_record_catches_up(
 
 @pytest.mark.parametrize(
     ("method", "path", "state"),
-    [("POST", "/mine/finish", "finished"), ("DELETE", "/mine", "aborted"), ("POST", "", "active")],
+    [
+        ("POST", "/mine/finish", "finished"),
+        ("DELETE", "/mine", "aborted"),
+        ("POST", "", "active"),
+        ("POST", "/mine/reward", "active"),
+    ],
 )
 async def test_what_was_answered_about_a_trajectory_survives_a_kill(
     client: httpx.AsyncClient, redis_server: RedisServer, method: str, path: str, state: str
 ) -> None:
-    """The answer waits for a store that writes slowly. A finish came before it was written, and was lost."""
+    """The answer waits for a store that writes slowly. A finish and a reward came before they were written, and were
+    lost."""
     with Redis(port=redis_server.port, db=11) as redis:
         redis.flushdb()
     async with gateway_process("--store", redis_server.url(11)) as gateway:
@@ -259,11 +265,13 @@ async def test_what_was_answered_about_a_trajectory_survives_a_kill(
         if path:
             assert (await client.post(trajectories, json={"id": "mine"})).status_code == 201
         redis.client_pause(PAUSE_MS, all=False)  # type: ignore[no-untyped-call]
-        answer = await client.request(method, trajectories + path, json=None if path else {"id": "mine"})
+        body = {"": {"id": "mine"}, "/mine/reward": {"reward": 0.5}}.get(path)
+        answer = await client.request(method, trajectories + path, json=body)
         assert answer.is_success and answer.json()["state"] == state
         await gateway.kill()
         await gateway.start()
-        assert (await client.get(trajectories + "/mine")).json()["state"] == state
+        shown = (await client.get(trajectories + "/mine")).json()
+        assert (shown["state"], shown["reward"]) == (state, answer.json()["reward"])
 
 
 async def test_a_store_outage_is_logged_once(redis_server: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
