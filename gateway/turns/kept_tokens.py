@@ -170,6 +170,8 @@ def _was_cut(turn: Turn, chain: Chain) -> bool:
 
 def _unsaved(choice: Choice) -> tuple[Any, ...]:
     chain, end = choice.chain, choice.chain.num_sure
+    if chain.finish_reason is not None:  # its last token is made again, and ends it again: nothing else tells that
+        end = min(end, max(len(chain.output_ids) - 1, 0))
     start, choice.num_saved = min(choice.num_saved, end), end
     spans = [(span.version, span.start, span.end) for span in chain.versions if span.start < end]
     return start, chain.output_ids[start:end], chain.logprobs[start:end], spans

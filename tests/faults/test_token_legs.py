@@ -19,7 +19,7 @@ import pytest
 
 from engines.simulated.server import serve_engine
 from engines.simulated.settings import Fault
-from engines.simulated.text import Tokenizer
+from engines.simulated.text import END, Tokenizer
 from tests.faults.asking import Reply, ask
 from tests.faults.gateway_process import gateway_process, tokens_written
 from tests.faults.token_jobs import (
@@ -364,6 +364,64 @@ async def test_a_character_that_a_second_leg_made_otherwise_is_restored_as_it_ma
     [turn] = shown["turns"]
     assert turn["output_ids"] == begun + rest
     assert turn["logprobs"] == [-float(id % 7) for id in begun + rest]
+
+
+@pytest.mark.parametrize("field", ["stop", "stop_token_ids"])
+async def test_a_choice_that_had_ended_is_not_continued_behind_its_end(
+    client: httpx.AsyncClient, tmp_path: Path, field: str
+) -> None:
+    """The gateway stops while another choice of the turn still runs. The next process had the engine go on behind the
+    token that had ended the first one, unless that has no text."""
+    ended, begun, rest = (Tokenizer().encode(text) for text in (" one two", " then more", " text at last"))
+    stop: Any = "two" if field == "stop" else ended[-1]
+    may_end = asyncio.Event()
+    asked_for: dict[bool, list[list[int]]] = {True: [], False: []}  # by whether it is for the first choice
+
+    async def play(asked: Asked, write: Callable[[bytes], Awaitable[None]]) -> None:
+        is_first = not asked.json["request_id"].endswith(".1")
+        prompts = asked_for[is_first]
+        prompts.append(asked.json["token_ids"])
+        is_again = len(prompts) > 1
+        if is_first:
+            text, ids, reason = ("", ended[-1:], "stop") if is_again else (" one ", ended, "stop")
+        else:
+            text, ids, reason = (" text at last", [*rest, END], "stop") if is_again else (" then more", begun, None)
+        entries = [{"token": "", "logprob": -float(id % 7), "bytes": None, "top_logprobs": []} for id in ids]
+        choice = {"index": 0, "text": text, "token_ids": ids, "logprobs": {"content": entries}, "finish_reason": reason}
+        choice["stop_reason"] = stop if is_first else None
+        event = orjson.dumps({"request_id": "g", "choices": [choice]})
+        await write(b"data: %b\n\n" % event + (b"data: [DONE]\n\n" if reason else b""))
+        if reason is None:
+            await may_end.wait()
+
+    settings: dict[str, Any] = {
+        "token_legs": "auto",
+        "store": f"sqlite:{tmp_path}/heddle.sqlite3",
+        "save_tokens_s": 1e-9,
+    }
+    body, named = body_of(0, "plain", "chat", False) | {"n": 2, field: [stop]}, {"x-trajectory-id": "a"}
+    async with recorded_engine(engine_of("vllm")) as engine:
+        engine.scripts["/inference/v1/generate"] = Script(play)
+        async with running_gateway(engine.url, **settings) as gateway:
+
+            async def has_come() -> bool:
+                shown = (await client.get(f"{gateway.url}/v1/trajectories/a")).json()
+                return [turn["chunks"] for turn in shown.get("live_turns", ())] == [len(ended) + len(begun)]
+
+            unanswered = asyncio.create_task(ask(client, gateway.url, "chat", body, named))
+            await eventually(has_come)
+        may_end.set()
+        with contextlib.suppress(httpx.TransportError):
+            assert (await unanswered).status == 503
+        async with running_gateway(engine.url, **settings) as gateway:
+            assert (await ask(client, gateway.url, "chat", body, named)).status == 200
+            shown = (await client.get(f"{gateway.url}/v1/trajectories/a/tokens")).json()
+    prompt = asked_for[True][0]
+    assert asked_for == {True: [prompt, prompt + ended[:-1]], False: [prompt, prompt + begun]}
+    made = {turn["turn_id"].partition("/")[2]: turn for turn in shown["turns"]}
+    assert {index: turn["output_ids"] for index, turn in made.items()} == {"": ended, "1": [*begun, *rest, END]}
+    for turn in made.values():
+        assert turn["logprobs"] == [-float(id % 7) for id in turn["output_ids"]]
 
 
 MADE = ("vllm:generation_tokens_total", "sglang:generation_tokens_total")
