@@ -9,6 +9,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 
 from engines.weights import NewWeights, UpdateMode
 from gateway.api.parts import NEED_ADMIN, part
+from gateway.api.trajectories import storable
 from gateway.http.errors import api_error
 from gateway.weights.updates import Update, WeightUpdates
 
@@ -30,8 +31,10 @@ class Order(BaseModel):
         str, Field(min_length=1, max_length=256, json_schema_extra={"pattern": _VERSION}), AfterValidator(_sendable)
     ]
     path: Annotated[str | None, Field(min_length=1, max_length=4096)] = None
-    transfer: dict[str, Any] | None = None
-    transfer_of: Annotated[dict[str, dict[str, Any]], Field(description="Merged into `transfer`, by engine id.")] = {}
+    transfer: Annotated[dict[str, Any], AfterValidator(storable)] | None = None
+    transfer_of: Annotated[
+        dict[str, dict[str, Any]], AfterValidator(storable), Field(description="Merged into `transfer`, by engine id.")
+    ] = {}
     engines: Annotated[list[str] | None, Field(min_length=1, max_length=10_000)] = None
     mode: UpdateMode = UpdateMode.KEEP
     wait: Annotated[

@@ -405,6 +405,8 @@ async def test_an_engine_that_is_removed_in_mid_update_stays_removed() -> None:
         ({"path": None}, 400, "either"),
         ({"transfer": {"update_info": {}}, "path": "/weights/v1"}, 400, "either"),
         ({"transfer": {"names": []}}, 400, "update_info"),
+        ({"transfer": {"init_info": {"port": 2**64}, "update_info": {}}}, 400, "64-bit"),
+        ({"transfer": {"update_info": {}}, "transfer_of": {"a": {"seed": 2**64}}}, 400, "64-bit"),
         ({"engines": ["nobody"]}, 404, "nobody"),
         ({"transfer": {"update_info": {}}, "transfer_of": {"nobody": {"init_info": {}}}}, 404, "nobody"),
         ({"mode": "abort"}, 400, "mode"),
