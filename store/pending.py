@@ -127,7 +127,9 @@ class Pending:
         return found
 
     def take(self) -> Iterator[list[Operation]]:
-        """Empty the queue into batches of about `batch_bytes`; a single larger value ends its batch."""
+        """Empty the queue into batches of about `batch_bytes`; a single larger value ends its batch, as does a whole
+        trajectory that is rewritten.
+        """
         entries, states, is_rewrite = self._entries, self._states, self._is_rewrite
         self._entries, self._states, self._is_rewrite = {}, {}, False
         self._num_bytes, self.since = 0, 0.0
@@ -135,12 +137,13 @@ class Pending:
         num_bytes = 0
         last = [Operation("sweep", "", b"")] if is_rewrite else []
         for operation in chain(_operations(entries, states, is_rewrite), last):
-            batch.append(operation)
-            num_bytes += len(operation.id) + len(operation.value)
-            # What replaces a trajectory's old record comes in one batch with the new one.
-            if num_bytes >= self._settings.batch_bytes and operation.name != "replace":
+            # What replaces a trajectory's old record, answer and turns comes in one batch with all of the new ones.
+            is_divisible = not is_rewrite or operation.name not in ("record", "answer", "turn")
+            if num_bytes >= self._settings.batch_bytes and is_divisible:
                 yield batch
                 batch, num_bytes = [], 0
+            batch.append(operation)
+            num_bytes += len(operation.id) + len(operation.value)
         if batch:
             yield batch
 
