@@ -4,6 +4,7 @@ A turn that several branches share is trained on once: its tokens are marked onl
 leaf ended first. So the masks of a trajectory mark each generated token exactly once.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,8 +55,10 @@ def missing(entry: Entry, turns: dict[str, KeptTurn]) -> list[dict[str, str]]:
 _WHY = {"kept": "dropped", "not_wanted": "not_wanted"}
 
 
-def records(entry: Entry, turns: dict[str, KeptTurn]) -> list[dict[str, Any]]:
-    """A trajectory's branches in exported form, with numpy arrays; one record without tokens if nothing is kept."""
+def records(entry: Entry, turns: dict[str, KeptTurn]) -> Iterator[dict[str, Any]]:
+    """A trajectory's branches in exported form, with numpy arrays; one record without tokens if nothing is kept. Each
+    is made when it is asked for.
+    """
     found = branches(turns)
     about = {
         "trajectory_id": entry.record.trajectory_id,
@@ -67,7 +70,8 @@ def records(entry: Entry, turns: dict[str, KeptTurn]) -> list[dict[str, Any]]:
         "num_branches": len(found),
         "missing": missing(entry, turns),
     }
-    return [{**about, "branch": number, **_sequence(branch)} for number, branch in enumerate(found or [Branch([], 0)])]
+    for number, branch in enumerate(found or [Branch([], 0)]):
+        yield {**about, "branch": number, **_sequence(branch)}
 
 
 def tree(entry: Entry, turns: dict[str, KeptTurn]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Trees of turns and their export: every token of every turn, marked once, in its place."""
 
+import asyncio
 from collections import Counter
 from typing import Any
 
@@ -13,6 +14,7 @@ from gateway.clock import started_clock
 from gateway.state.ledger import Entry, Ledger
 from gateway.tokens.book import TokenBook, TokenLimits, choice_id
 from gateway.tokens.branches import records, tree
+from gateway.tokens.export import rows
 from gateway.tokens.turn_tokens import TurnTokens
 from scheduling.types import TrajectoryRecord, TrajectoryState
 from store import StoreSettings, open_store
@@ -36,7 +38,7 @@ async def tree_and_records(
     entry = ledger.get("t")
     assert isinstance(entry, Entry)
     kept = await book.turns("t")
-    return _json(tree(entry, kept)), _json(records(entry, kept))
+    return _json(tree(entry, kept)), _json(list(records(entry, kept)))
 
 
 def record(trajectory_id: str) -> TrajectoryRecord:
@@ -179,6 +181,20 @@ async def test_a_finished_turn_without_tokens_is_listed_with_the_reason(row: dic
     assert [one["missing"] for one in exported] == [expected]
     turn_tree, exported = await tree_and_records([], rows[1:])
     assert [(one["token_ids"], one["num_branches"], one["missing"]) for one in exported] == [([], 0, expected)]
+
+
+async def test_turns_are_served_between_two_branches_of_an_export() -> None:
+    """All branches of a trajectory were made at once: 128 with 100,000 tokens kept everybody waiting for 2 s."""
+    ledger, now = Ledger(store := open_store("memory:", StoreSettings()), 100), started_clock()
+    ledger.save(record("t"))
+    book = TokenBook(store, ledger, now, LIMITS)
+    for turn in conversation([Step(None, [1], [number], None, 0) for number in range(3)]):
+        book.add(turn)
+    served: list[int] = []
+    async for row in rows(list(ledger), book):
+        assert served == list(range(row["branch"]))
+        asyncio.get_running_loop().call_soon(served.append, row["branch"])
+    assert served == [0, 1, 2]
 
 
 def _with(turn: TurnTokens, prompt: list[int]) -> TurnTokens:
