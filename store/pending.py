@@ -96,9 +96,7 @@ class Pending:
         entry = self._entry(trajectory_id)
         for name in [name for name in entry.pieces if name.startswith(prefix)]:
             self._grow(entry, -len(name) - len(entry.pieces.pop(name)))
-        if prefix not in entry.drops:
-            self._grow(entry, len(prefix))
-            entry.drops.append(prefix)
+        self._drop_first(entry, prefix)
         self._bound()
 
     def put_state(self, name: str, value: bytes) -> None:
@@ -109,13 +107,17 @@ class Pending:
         """Let `rewrite` put everything there is, without a limit; the record's other trajectories go once it is sent.
 
         Waiting puts are dropped: they are put again, or belong to a trajectory that was forgotten. Not all pieces are
-        put again, so pieces of trajectories without a record are swept away afterwards.
+        put again, so those that were to be dropped are dropped first, and pieces of trajectories without a record are
+        swept away afterwards.
         """
         self._note_put()
-        self._entries, self._num_bytes = {}, 0
+        before, self._entries, self._num_bytes = self._entries, {}, 0
         self._is_rewrite, self._bounded = True, False
         try:
             rewrite()
+            for trajectory_id in before.keys() & self._entries.keys():
+                for prefix in ("",) if before[trajectory_id].forget else before[trajectory_id].drops:
+                    self._drop_first(self._entries[trajectory_id], prefix)
         finally:
             self._bounded = True
 
@@ -154,6 +156,12 @@ class Pending:
             entry = self._entries[trajectory_id] = _Entry(deque(maxlen=self._settings.max_turns_kept))
             self._num_bytes += ENTRY_BYTES
         return entry
+
+    def _drop_first(self, entry: _Entry, prefix: str) -> None:
+        """Have pieces that the server has dropped before those of this entry are put."""
+        if prefix not in entry.drops:
+            self._grow(entry, len(prefix))
+            entry.drops.append(prefix)
 
     def _note_put(self) -> None:
         self.num_puts += 1

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from store import StoreSettings
@@ -232,19 +232,24 @@ def test_a_rewrite_that_is_cut_off_loses_no_record(before: list[Put], after: lis
 
 
 @given(before=st.lists(puts, max_size=15), waits=st.lists(puts, max_size=10), after=st.lists(puts, max_size=15))
+@example(before=[("piece", "a", 0)], waits=[("drop", "a", 0)], after=[("record", "a", 0)])
+@example(before=[("piece", "a", 0)], waits=[("forget", "a", 0)], after=[("record", "a", 0)])
 def test_a_rewrite_leaves_only_its_own_puts_named_blobs_and_pieces_in_use(
     before: list[Put], waits: list[Put], after: list[Put]
 ) -> None:
     """This holds whatever the server had and whatever waited. No bounds apply to a rewrite, because none of it may be
-    dropped."""
+    dropped. Pieces that were to be dropped are: those of a turn that had ended, or of a trajectory that was forgotten,
+    became those of the next trajectory with its id."""
     first, rewritten = Pending(UNBOUNDED), Pending(UNBOUNDED)
-    pending = Pending(replace(UNBOUNDED, max_pending_bytes=600, max_pending_trajectories=1))
+    bounds = replace(UNBOUNDED, max_pending_bytes=600, max_pending_trajectories=1)
+    pending, waiting = Pending(bounds), Pending(bounds)
 
     def put_all(some: list[Put], target: Pending, start: int) -> Callable[[], None]:
         return lambda: [put(target, one, start + number) for number, one in enumerate(some)].clear()
 
     put_all(before, first, 0)()
     put_all(waits, pending, 100)()
+    put_all(waits, waiting, 100)()
     num_dropped, num_puts = pending.num_dropped, pending.num_puts
     pending.replace_all(put_all(after, pending, 200))
     put_all(after, rewritten, 200)()
@@ -253,7 +258,13 @@ def test_a_rewrite_leaves_only_its_own_puts_named_blobs_and_pieces_in_use(
     pieces, states = dict(server.pieces), dict(server.states)
     waited_states = {id: b"%d" % (100 + n) + b"x" * size for n, (kind, id, size) in enumerate(waits) if kind == "state"}
     server.take(pending.take())
-    alone = Server(pieces=pieces, states=states | waited_states).take(rewritten.take())
+    dropped = [
+        Operation("drop", one.id, b"", one.part)
+        for batch in waiting.take()
+        for one in batch
+        if one.name in ("drop", "forget") and any(kind != "state" and id == one.id for kind, id, _ in after)
+    ]
+    alone = Server(pieces=pieces, states=states | waited_states).take([dropped, *rewritten.take()])
     alone.pieces = {id: some for id, some in alone.pieces.items() if id in alone.records}
     assert server == alone
     put_all([("record", id, 900) for id in "ab"], pending, 300)()
