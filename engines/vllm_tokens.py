@@ -15,7 +15,7 @@ from engines.dialect import has_route, told
 from engines.http import HttpClient
 from engines.token_ids import TokenIds, cut_ids, with_ids, with_prompt
 from engines.tokens import Asking, Delta, Piece, Rendered, TokenLeg, Whole, has_tools
-from engines.upstream import VLLM_GENERATE, Upstream, salted
+from engines.upstream import VLLM_GENERATE, Upstream, salted, with_fields
 from engines.vllm_events import completion_piece, piece_of_numbers, whole_piece
 from engines.vllm_messages import chat_of_chat, chat_of_messages
 from engines.vllm_responses import chat_of_response
@@ -43,6 +43,8 @@ _DEFAULT_MAX_TOKENS = 16
 _COUNTING = ("presence_penalty", "frequency_penalty", "bad_words", "repetition_detection")
 # How tokens become text; derender assumes the defaults.
 _DECODING = ("skip_special_tokens", "spaces_between_special_tokens")
+# A request with images passes through: its tensors, tens of megabytes for an image, would be sent and read for nothing.
+_WITHOUT_TENSORS = {"mm_payload": "none"}
 # Further fields of the render that generate needs.
 _PASSED_ON = ("model", "reasoning_ended", "reasoning_parser_kwargs", "cache_salt")
 
@@ -78,7 +80,7 @@ class VllmTokens:
         self._is_storing = is_storing
 
     def render(self, path: str, request: Mapping[str, Any], body: bytes) -> Upstream:
-        return Upstream(f"{path}/render", b"", body)
+        return Upstream(f"{path}/render", b"", with_fields(body, request, _WITHOUT_TENSORS))
 
     def rendered(
         self, path: str, request: Mapping[str, Any], answer: bytes, num_calls: int | None = None

@@ -9,7 +9,7 @@ import pytest
 import pytest_asyncio
 
 from engines.simulated.server import serve_engine
-from tests.api.conftest import GENERATE, HELLO, MODEL, Site, running_site, toy
+from tests.api.conftest import CHAT, GENERATE, HELLO, MODEL, Site, running_site, toy
 from tests.support.engine import Asked, Script
 
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
@@ -193,3 +193,20 @@ async def test_an_answer_that_ends_at_once_has_an_empty_text(site: Site) -> None
     [passed] = choices_of(await site.client.post("/v1/chat/completions", json=body))
     assert [each["finish_reason"] for each in (choice, passed)] == ["stop", "stop"]
     assert [each["message"]["content"] for each in (choice, passed)] == ["", ""]
+
+
+async def test_a_turn_with_an_image_passes_through_however_large_the_image_is(site: Site) -> None:
+    """vLLM's render has an image's tensors, tens of megabytes, unless it is asked for none."""
+
+    async def render(asked: Asked, write: Callable[[bytes], Awaitable[None]]) -> None:
+        features: dict[str, Any] = {"mm_hashes": {"image": ["5f"]}, "kwargs_data": None}
+        if asked.json.get("mm_payload", "tensors") == "tensors":
+            features["kwargs_data"] = {"image": ["A" * 17 * 2**20]}
+        made = {"token_ids": [300, 301], "sampling_params": {"max_tokens": 4}, "features": features}
+        await write(orjson.dumps(made))
+
+    site.engine.scripts["/v1/chat/completions/render"] = Script(render)
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
+    await ask(site, [{"role": "user", "content": [{"type": "text", "text": "What is it?"}, image]}])
+    assert [asked.path for asked in site.engine.turns] == [CHAT]
+    assert "mm_payload" not in site.engine.turns[0].json
