@@ -1,6 +1,8 @@
 """Finds out what an unknown server is: its dialect, its models, and whether it has token routes."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import orjson
 
@@ -61,10 +63,18 @@ async def _models_and_owners(http: HttpClient, timeout_s: float) -> tuple[tuple[
         raise ObservationError(f"/v1/models answered {status}")
     try:
         cards = orjson.loads(body)["data"]
-        models = tuple(Model(str(card["id"]), _positive(card.get("max_model_len"))) for card in cards)
+        models = tuple(Model(_name(card), _positive(card.get("max_model_len"))) for card in cards)
         return models, sorted({str(card.get("owned_by")) for card in cards})
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ObservationError(f"/v1/models is not a list of models: {error!r}") from None
+
+
+def _name(card: Mapping[str, Any]) -> str:
+    """The name with which a request gets the model."""
+    name, parent = str(card["id"]), card.get("parent")
+    # SGLang lists a LoRA adapter by its own name, but to a request that names only that it answers without the adapter
+    # (0.5.23, srt/entrypoints/openai/serving_base.py).
+    return f"{parent}:{name}" if parent and card.get("owned_by") == Sglang.kind else name
 
 
 async def tells_tokens(dialect: Dialect, http: HttpClient, timeout_s: float) -> bool:

@@ -68,3 +68,21 @@ async def test_the_name_of_sglangs_model_stays_while_it_runs() -> None:
         await eventually(is_seen_running)
         assert await known(client) == ["simulated"]
         running.cancel()
+
+
+async def test_an_adapter_of_sglang_has_the_name_by_which_sglang_finds_it() -> None:
+    """SGLang lists it by its own name alone, but a request that names only that is answered by the model without it."""
+    cards: list[dict[str, Any]] = [
+        {"id": "simulated", "owned_by": "sglang", "max_model_len": 4096},
+        {"id": "adapter", "owned_by": "sglang", "parent": "simulated", "max_model_len": None},
+    ]
+    async with recorded_engine(SimulatedEngineSettings(dialect="sglang")) as engine:
+        engine.scripts["/v1/models"] = fixed(200, orjson.dumps({"data": cards}))
+        async with running_gateway(engine.url) as gateway, httpx.AsyncClient(base_url=gateway.url) as client:
+            assert await known(client) == ["simulated", "simulated:adapter"]
+            answers = [
+                await client.post("/v1/chat/completions", json=chat(name)) for name in ("adapter", "simulated:adapter")
+            ]
+    assert answers[0].json()["error"]["code"] == "model_not_found"
+    assert answers[1].status_code == 200
+    assert [turn.json["model"] for turn in engine.turns] == ["simulated:adapter"]
