@@ -33,6 +33,7 @@ class Rendered:
         counts_output: what is sampled depends on the output so far (penalties, bad words), of which an engine counts
             only its own leg's.
         stops_after: a stop string counts only if it ends after so many tokens.
+        knows_end: of a whole answer with calls, `derender` gets the right finish reason from the engine.
     """
 
     kind: str
@@ -48,6 +49,7 @@ class Rendered:
     fills_context: bool = False
     counts_output: bool = False
     stops_after: int = 0
+    knows_end: bool = False
 
 
 @value_class(frozen=True, slots=True)

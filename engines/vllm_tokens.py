@@ -120,6 +120,8 @@ class VllmTokens:
             chat,
             counts_output=any(sampling.get(name) for name in _COUNTING),
             stops_after=sampling.get("min_tokens") or 0,
+            # A response is incomplete if its limit cut it, whatever was called; for chats see `_called`.
+            knows_end=path == _RESPONSES or "parse_context" in made,
         )
 
     def generate(self, rendered: Rendered, leg: TokenLeg) -> Upstream:
@@ -191,7 +193,7 @@ class VllmTokens:
         # Only here does a parser look for the prompt.
         made = _response("whole", choice) | {"prompt_token_ids": before}
         whole = await _asked(ask, {"chat_request": chat, "generate_response": made})
-        return _called(chat, whole["choices"][0]), None
+        return _called(chat, whole["choices"][0], rendered.knows_end), None
 
     async def _derender_delta(
         self, ask: Asking, chat: Mapping[str, Any], prompt_ids: TokenIds, last: Whole | Delta, ids: Sequence[int]
@@ -231,12 +233,15 @@ def _joined(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
     return dict(told) | both
 
 
-def _called(chat: Mapping[str, Any], choice: dict[str, Any]) -> dict[str, Any]:
-    """The choice of a whole answer, with what the chat route adds for calls and derender does not (0.33,
-    openai/chat_completion/serving.py): whether calls ended it, and only the first call if only one is wanted.
+def _called(chat: Mapping[str, Any], choice: dict[str, Any], knows_end: bool) -> dict[str, Any]:
+    """The choice of a whole answer, with what the chat route adds for calls and derender may not: whether calls ended
+    it, and only the first call if only one is wanted.
+
+    vLLM 0.32's route calls an answer with calls that its limit cut `tool_calls`; that of 0.33, whose render has a
+    `parse_context`, says `length`, and so does its derender (openai/chat_completion/serving.py).
     """
     chosen, calls, reason = chat.get("tool_choice"), choice["message"].get("tool_calls"), choice["finish_reason"]
-    if (calls and chosen in (None, "auto")) or (chosen == "required" and reason == "stop"):
+    if not knows_end and ((calls and chosen in (None, "auto")) or (chosen == "required" and reason == "stop")):
         choice["finish_reason"] = "tool_calls"
     if calls and chat.get("parallel_tool_calls") is False:
         choice["message"]["tool_calls"] = calls[:1]

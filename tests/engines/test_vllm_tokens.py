@@ -189,6 +189,34 @@ async def test_finish_reason_and_calls_match_the_chat_route(
 
 
 @pytest.mark.parametrize(
+    ("path", "further"), [("/v1/responses", {}), ("/v1/chat/completions", {"parse_context": {"tool_choice": "auto"}})]
+)
+@pytest.mark.parametrize(
+    ("choice", "reason", "num_calls", "told"),
+    [("auto", "length", 1, "length"), ("required", "stop", 0, "stop"), ("auto", "tool_calls", 1, "tool_calls")],
+)
+async def test_a_call_hides_no_limit_where_the_engines_own_route_shows_it(
+    path: str, further: dict[str, Any], choice: str, reason: str, num_calls: int, told: str
+) -> None:
+    """A response is incomplete if its limit cut it, whatever was called before. On vLLM 0.33, whose render has a
+    `parse_context`, a chat's reason is then `length` too, and derender tells the reason itself."""
+
+    async def ask(_: Upstream) -> bytes:
+        calls = [{"id": str(number), "function": {"name": "run"}} for number in range(num_calls)]
+        made = {"index": 0, "message": {"content": None, "tool_calls": calls}, "finish_reason": reason}
+        return orjson.dumps({"choices": [made]})
+
+    tool = {"type": "function", "name": "run", "function": {"name": "run"}}
+    request = {"model": "m", "input": "hi", "messages": [], "store": False, "tools": [tool], "tool_choice": choice}
+    answer = orjson.dumps({"token_ids": [1, 2], "sampling_params": {}, **further})
+    rendered = VllmTokens().rendered(path, request, answer)
+    assert rendered is not None and rendered.needs_parser
+    end = "length" if reason == "length" else "stop"
+    whole, _ = await VllmTokens().derender(ask, rendered, TokenIds.of([1]), Whole([7, 9], None, end, None))
+    assert (whole["finish_reason"], len(whole["message"]["tool_calls"])) == (told, num_calls)
+
+
+@pytest.mark.parametrize(
     "request_", [{"thinking": {"type": "disabled"}}, {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "jump"}}]
 )
 def test_messages_whose_answers_only_the_engine_can_parse_pass_through(request_: dict[str, Any]) -> None:
