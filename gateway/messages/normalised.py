@@ -32,9 +32,21 @@ def normalised(body: Mapping[str, Any]) -> Iterator[Normalised]:
     messages = conversation_of(body)
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
-    if system := body.get("system") or body.get("instructions"):
+    if system := unmarked(body.get("system")) or body.get("instructions"):
         yield False, _said("system", text_of(system).strip()), ""
     yield from map(normalised_message, messages if isinstance(messages, list) else ())
+
+
+def unmarked(system: Any) -> Any:
+    """A system prompt without the block that Claude Code puts into it, with a number that every request has of its own.
+    vLLM leaves it out of the prompt (0.33, entrypoints/anthropic/serving.py).
+    """
+    return [part for part in system if not _is_mark(part)] if isinstance(system, list) else system
+
+
+def _is_mark(part: object) -> bool:
+    text = part.get("text") if isinstance(part, dict) else None
+    return isinstance(text, str) and text.startswith("x-anthropic-billing-header")
 
 
 def normalised_message(message: object) -> Normalised:

@@ -25,6 +25,7 @@ from gateway.messages.normalised import (
     normalised_message,
     sized,
     text_of,
+    unmarked,
 )
 
 _SHORT = 65_536  # characters
@@ -204,7 +205,7 @@ def preamble_of(body: Mapping[str, Any]) -> tuple[str, int]:
         Its digest as spelled, because clients of one kind spell it alike, and how many of the body's bytes it takes.
         ("", 0) if there is none, or it is nested deeper than engines accept.
     """
-    said = [body[name] for name in _PREAMBLES if body.get(name)]
+    said = [unmarked(body[name]) for name in _PREAMBLES if body.get(name)]
     messages = conversation_of(body)
     for message in messages if isinstance(messages, list) else ():
         if not isinstance(message, dict) or message.get("role") not in _SYSTEM_ROLES:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.messages.transcripts import History, beginnings_of, prompt_of, spelled
+from gateway.messages.transcripts import History, beginnings_of, preamble_of, prompt_of, spelled
 
 USER = {"role": "user", "content": "q"}
 CALL = {"type": "function_call", "call_id": "c1", "name": "ls", "arguments": '{"a": 1, "b": 2}'}
@@ -103,6 +103,22 @@ def test_equivalent_spellings_of_a_message_have_one_digest(one: object, other: o
 def test_a_message_that_differs_makes_a_different_conversation(one: object, other: object) -> None:
     """Siblings that differ in this are not taken for each other."""
     assert digest(one) != digest(other)
+
+
+def marked(number: str, system: str = "Be brief.") -> dict[str, Any]:
+    """A request of Claude Code, which puts a line with a number of its own before the system prompt of each."""
+    mark = f"x-anthropic-billing-header: cc_version=2.1.177.01c; cc_entrypoint=sdk-cli; cch={number};"
+    return {"system": [{"type": "text", "text": text} for text in (mark, system)], "messages": [USER]}
+
+
+def test_a_mark_that_changes_with_every_request_is_no_part_of_a_conversation() -> None:
+    """vLLM does not show it to the model. Each turn of Claude Code continued no other, and no two were siblings."""
+    one, other, changed = marked("36ee5"), marked("0aaa9"), marked("36ee5", "Be long.")
+    assert History(one).digest() == History(other).digest() != History(changed).digest()
+    assert beginnings_of(one) == beginnings_of(other) != beginnings_of(changed)
+    assert preamble_of(one) == preamble_of(other) != preamble_of(changed)
+    quoted = marked("36ee5") | {"messages": [{"role": "user", "content": one["system"]}]}
+    assert History(quoted).digest() != History(quoted | {"messages": [user(*other["system"])]}).digest()
 
 
 THOUGHT = {
