@@ -36,6 +36,8 @@ _SECRETS = re.compile(
     r"(?i)(?:proxy-)?authorization['\"]?\s*[:=]\s*['\"]?(?:(?:bearer|basic)\s+)?[^\s,;'\"}]+"
     r"|bearer\s+[\w.~+/=-]+|\bsk-[\w-]{6,}"
 )
+# What engines say of a prompt that is too long; vLLM's input processor says the last (0.33, v1/engine).
+_TOO_LONG = ("context length", "longer than the model", "maximum model length")
 _ADDRESSES = re.compile(
     r"\w+://[^\s'\"<>)]+"
     r"|\[[0-9a-fA-F:]*:[0-9a-fA-F:]*\](?::\d+)?"
@@ -158,7 +160,7 @@ def _clean(text: object) -> str:
 def _code(status: int, code: object, message: str) -> str | None:
     """OpenAI's code: agents look for the first two; an engine's number only repeats the status."""
     lowered = message.lower()
-    if status in (400, 413) and ("context length" in lowered or "longer than the model" in lowered):
+    if status in (400, 413) and any(words in lowered for words in _TOO_LONG):
         return "context_length_exceeded"
     if status == 404 and "model" in lowered:
         return "model_not_found"

@@ -109,6 +109,22 @@ def test_the_code_is_a_string_or_null() -> None:
 
 
 @pytest.mark.parametrize(
+    "message",
+    [
+        "This model's maximum context length is 4096 tokens. However, you requested 5000 tokens.",
+        "Input length (5000) exceeds model's maximum context length (4096).",
+        "The decoder prompt (length 5000) is longer than the maximum model length of 4096.",
+        "The decoder prompt (length 4096) plus the number of requested output tokens (at least 1) is longer than the "
+        "maximum model length of 4096.",
+        "The input (5000 tokens) is longer than the model's context length (4096 tokens).",
+    ],
+)
+def test_a_context_that_is_too_long_has_its_code_in_all_words_of_engines(message: str) -> None:
+    """Parts of vLLM have words of their own for it. Agents compact their history when they see the code."""
+    assert engine_error(400, {"error": {"message": message, "code": 400}}).code == "context_length_exceeded"
+
+
+@pytest.mark.parametrize(
     "secret",
     [
         "http://engine-3.internal:8000/v1", "10.1.2.3:8000", "10.1.2.3", "engine-3:8000", "localhost:30000",
