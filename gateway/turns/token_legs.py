@@ -53,6 +53,7 @@ _BEYOND_TOKENS = frozenset(
         "return_token_ids",
         "return_tokens_as_token_ids",
         "return_weight_versions",
+        "routed_experts_prompt_start",
         "suffix",
         "use_beam_search",
     }

@@ -407,7 +407,13 @@ async def test_an_engine_without_token_routes_reports_the_reason() -> None:
 async def test_requests_that_token_routes_cannot_serve_pass_through(dialect: str) -> None:
     """Fields whose effect does not show in tokens. A 0 asks for something: vLLM answers `prompt_logprobs: 0`."""
     asked: dict[str, tuple[dict[str, Any], ...]] = {
-        "vllm": ({"best_of": 1}, {"return_token_ids": True}, {"prompt_logprobs": 0}, {"tools": [TOOL], "stop": ["x"]}),
+        "vllm": (
+            {"best_of": 1},
+            {"return_token_ids": True},
+            {"prompt_logprobs": 0},
+            {"routed_experts_prompt_start": 0},
+            {"tools": [TOOL], "stop": ["x"]},
+        ),
         "sglang": ({"data_parallel_rank": 0}, {"routed_dp_rank": 0}),
     }
     async with running_site(toy(dialect), token_legs="auto") as site:
