@@ -63,7 +63,9 @@ async def _models_and_owners(http: HttpClient, timeout_s: float) -> tuple[tuple[
         raise ObservationError(f"/v1/models answered {status}")
     try:
         cards = orjson.loads(body)["data"]
-        models = tuple(Model(_name(card), _positive(card.get("max_model_len"))) for card in cards)
+        limits = {card["id"]: _positive(card.get("max_model_len")) for card in cards}
+        # An adapter's card has no limit, which is that of its model.
+        models = tuple(Model(_name(card), limits[card["id"]] or limits.get(card.get("parent"))) for card in cards)
         return models, sorted({str(card.get("owned_by")) for card in cards})
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ObservationError(f"/v1/models is not a list of models: {error!r}") from None

@@ -86,3 +86,18 @@ async def test_an_adapter_of_sglang_has_the_name_by_which_sglang_finds_it() -> N
     assert answers[0].json()["error"]["code"] == "model_not_found"
     assert answers[1].status_code == 200
     assert [turn.json["model"] for turn in engine.turns] == ["simulated:adapter"]
+
+
+async def test_an_adapter_takes_as_long_a_context_as_its_model() -> None:
+    """Engines tell only the model's."""
+    cards: list[dict[str, Any]] = [
+        {"id": "adapter", "owned_by": "vllm", "parent": "simulated"},
+        {"id": "simulated", "owned_by": "vllm", "parent": None, "max_model_len": 4096},
+        {"id": "orphan", "owned_by": "vllm", "parent": "unlisted", "max_model_len": None},
+    ]
+    async with recorded_engine(SimulatedEngineSettings(dialect="vllm")) as engine:
+        engine.scripts["/v1/models"] = fixed(200, orjson.dumps({"data": cards}))
+        async with running_gateway(engine.url) as gateway, httpx.AsyncClient(base_url=gateway.url) as client:
+            models = (await client.get("/v1/models")).json()["data"]
+    lengths = {model["id"]: model["max_model_len"] for model in models}
+    assert lengths == {"adapter": 4096, "orphan": None, "simulated": 4096}
