@@ -188,7 +188,7 @@ class VllmTokens:
                 content = ""  # as in a whole answer; of an answer without tokens, only a reasoning parser makes null
             return choice | {"message": {"role": "assistant", "content": content}}, None
         choice = _choice(ids, last)
-        if last.logprobs is not None:
+        if last.logprobs is not None and chat.get("include_reasoning") is not False:
             choice["logprobs"] = {"content": last.logprobs}
         # Only here does a parser look for the prompt.
         made = _response("whole", choice) | {"prompt_token_ids": before}

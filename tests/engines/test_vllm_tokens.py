@@ -160,6 +160,17 @@ async def test_the_whole_prompt_is_sent_only_if_reasoning_may_be_open(
     assert sent == prompt if is_whole else (512 <= len(sent) < 1_024 and sent == prompt[-len(sent) :])
 
 
+@pytest.mark.parametrize(("chat", "tells"), [({}, True), ({"include_reasoning": False}, False)])
+async def test_hidden_thoughts_are_not_told_by_their_log_probabilities(chat: dict[str, Any], tells: bool) -> None:
+    """Each names its token. The chat route tells none then, and derender of vLLM 0.32 those that it gets."""
+    parser, entries = Parser(), [{"token_id": 7, "logprob": -0.5, "top_logprobs": []}]
+    await VllmTokens().derender(
+        parser, replace(RENDERED, chat=chat), TokenIds.of([1]), Whole([7], entries, "length", None)
+    )
+    [choice] = parser.requests[0]["generate_response"]["choices"]
+    assert ("logprobs" in choice) is tells
+
+
 @pytest.mark.parametrize(
     ("chat", "reason", "num_calls", "expected"),
     [
