@@ -5,6 +5,7 @@ route, with stop strings held back and cut off. Otherwise the ids go to derender
 or new tokens after a replay of all before them.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -43,6 +44,10 @@ _DEFAULT_MAX_TOKENS = 16
 _COUNTING = ("presence_penalty", "frequency_penalty", "bad_words", "repetition_detection")
 # How tokens become text; derender assumes the defaults.
 _DECODING = ("skip_special_tokens", "spaces_between_special_tokens")
+# The ids that derender of vLLM 0.32 makes up for calls of a whole answer (renderers/online_derenderer.py), and those of
+# calls that have none of their model's own.
+_MADE_UP = re.compile("[0-9a-f]{16}")
+_RANDOM = "chatcmpl-tool-"
 # A request with images passes through: its tensors, tens of megabytes for an image, would be sent and read for nothing.
 _WITHOUT_TENSORS = {"mm_payload": "none"}
 # Further fields of the render that generate needs.
@@ -78,6 +83,7 @@ class VllmTokens:
         limits = [limit for api, limit in _LIMITS.items() if api not in lacks]
         self.limits = "; ".join([*limits, _LIMIT_OF_STORING] if is_storing else limits)
         self._is_storing = is_storing
+        self._may_lose_ids = True  # until calls were seen that their model does not name
 
     def render(self, path: str, request: Mapping[str, Any], body: bytes) -> Upstream:
         return Upstream(f"{path}/render", b"", with_fields(body, request, _WITHOUT_TENSORS))
@@ -193,7 +199,29 @@ class VllmTokens:
         # Only here does a parser look for the prompt.
         made = _response("whole", choice) | {"prompt_token_ids": before}
         whole = await _asked(ask, {"chat_request": chat, "generate_response": made})
-        return _called(chat, whole["choices"][0], rendered.knows_end), None
+        choice = _called(chat, whole["choices"][0], rendered.knows_end)
+        calls = choice["message"].get("tool_calls") or ()
+        if self._may_lose_ids and any(_MADE_UP.fullmatch(call["id"]) for call in calls):
+            await self._name(calls, ask, chat, before, last, ids)
+        return choice, None
+
+    async def _name(
+        self,
+        calls: Sequence[dict[str, Any]],
+        ask: Asking,
+        chat: Mapping[str, Any],
+        prompt_ids: TokenIds,
+        last: Whole,
+        ids: Sequence[int],
+    ) -> None:
+        """Give the calls of a whole answer the ids that they have in a stream: those of a model that names its calls
+        itself, such as Kimi K2, are in its template.
+        """
+        choice, _ = await self._derender_delta(ask, chat, prompt_ids, last, ids)
+        named = {call["index"]: call["id"] for call in choice["delta"].get("tool_calls") or () if call.get("id")}
+        self._may_lose_ids = not named or any(not id.startswith(_RANDOM) for id in named.values())
+        for index, call in enumerate(calls):
+            call["id"] = named.get(index, call["id"])
 
     async def _derender_delta(
         self, ask: Asking, chat: Mapping[str, Any], prompt_ids: TokenIds, last: Whole | Delta, ids: Sequence[int]

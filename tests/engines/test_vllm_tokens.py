@@ -160,6 +160,40 @@ async def test_the_whole_prompt_is_sent_only_if_reasoning_may_be_open(
     assert sent == prompt if is_whole else (512 <= len(sent) < 1_024 and sent == prompt[-len(sent) :])
 
 
+@pytest.mark.parametrize(
+    ("whole_ids", "streamed_ids", "told", "num_asked"),
+    [
+        (("b0b4c1a2d3e4f506", "b0b4c1a2d3e4f507"), ("functions.run:3", "functions.run:4"), "streamed", (3, 3)),
+        (("b0b4c1a2d3e4f506", "b0b4c1a2d3e4f507"), ("chatcmpl-tool-a", "chatcmpl-tool-b"), "streamed", (3, 1)),
+        (("functions.run:3", "functions.run:4"), (), "whole", (1, 1)),
+    ],
+)
+async def test_calls_of_a_whole_answer_have_the_ids_that_they_have_in_a_stream(
+    whole_ids: tuple[str, ...], streamed_ids: tuple[str, ...], told: str, num_asked: tuple[int, int]
+) -> None:
+    """Kimi K2 numbers its calls, and its template shows these ids; derender of vLLM 0.32 makes others up for a whole
+    answer. If a stream has none of the model's own either, it is not asked again."""
+    asked: list[Any] = []
+
+    async def ask(upstream: Upstream) -> bytes:
+        asked.append(orjson.loads(upstream.body))
+        if "generate_response" in asked[-1]:
+            calls = [{"id": id, "function": {"name": "run"}} for id in whole_ids]
+            return orjson.dumps({"choices": [{"message": {"tool_calls": calls}, "finish_reason": "stop"}]})
+        is_last = asked[-1]["generate_chunk"]["choices"][0]["finish_reason"] is not None
+        made = [{"index": index, "id": id, "function": {}} for index, id in enumerate(streamed_ids)]
+        choice = {"index": 0, "delta": {"tool_calls": [] if is_last else made}, "finish_reason": None}
+        return orjson.dumps({"chunk": {"choices": [choice]}, "stream_state": {}})
+
+    routes, ids, before = VllmTokens(), {"whole": whole_ids, "streamed": streamed_ids}, 0
+    for number in num_asked:
+        choice, _ = await routes.derender(ask, RENDERED, TokenIds.of([1]), Whole([7, 8, 9], None, "stop", None))
+        assert (len(asked) - before, len(choice["message"]["tool_calls"])) == (number, 2)
+        if number == num_asked[0]:
+            assert tuple(call["id"] for call in choice["message"]["tool_calls"]) == ids[told]
+        before = len(asked)
+
+
 @pytest.mark.parametrize(("chat", "tells"), [({}, True), ({"include_reasoning": False}, False)])
 async def test_hidden_thoughts_are_not_told_by_their_log_probabilities(chat: dict[str, Any], tells: bool) -> None:
     """Each names its token. The chat route tells none then, and derender of vLLM 0.32 those that it gets."""
