@@ -4,15 +4,20 @@ The keeper announces itself with NOTIFY_SOCKET, and with FDSTORE how many it kee
 """
 
 import asyncio
+import itertools
 import os
 import socket
 from array import array
+from base64 import urlsafe_b64encode
 from collections import deque
 from collections.abc import MutableMapping, Sequence
 
 _FIRST_DESCRIPTOR = 3
 # A datagram socket queues 10 messages until its reader takes them, which can take a while on a busy machine.
 _RETRY_S = 0.002
+# The next process gets all names in one variable of its environment, which may have 128 KiB (MAX_ARG_STRLEN): with more
+# it cannot be started. Names of 7 letters leave room for this many.
+_MOST = 16_382
 # At the end of a process nothing else waits for it.
 _CLOSE_TIMEOUT_S = 1.0
 
@@ -28,13 +33,21 @@ class DescriptorStore:
 
     def __init__(self, address: str, limit: int, found: dict[str, list[int]]) -> None:
         self.found = found
-        self._limit = limit
+        self._limit = min(limit, _MOST)
+        self._numbers = itertools.count()
         self._num_of = {name: len(descriptors) for name, descriptors in found.items()}
         self._num = sum(self._num_of.values())
         self._unsent: deque[bytes] = deque()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.setblocking(False)
         self._address = "\0" + address[1:] if address.startswith("@") else address
+
+    def new_name(self, prefix: str) -> str:
+        """A name of four more letters, which nothing kept has."""
+        while True:
+            name = prefix + urlsafe_b64encode((next(self._numbers) % 2**24).to_bytes(3, "big")).decode()
+            if name not in self._num_of:
+                return name
 
     async def keep(self, name: str, descriptors: Sequence[int], timeout_s: float) -> bool:
         """Put these into keeping under a new name; False if there is no room, or the keeper does not take them in
@@ -50,7 +63,7 @@ class DescriptorStore:
         is_kept = False
         try:
             copies.extend(map(os.dup, descriptors))
-            while not self._sent(message, copies):
+            while self._unsent or not self._sent(message, copies):  # what had this name before is removed first
                 if loop.time() >= deadline:
                     return False
                 await asyncio.sleep(_RETRY_S)

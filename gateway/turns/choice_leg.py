@@ -132,10 +132,10 @@ class ChoiceLeg:
             response.close()
 
     async def _asked(self) -> Response:
-        place, leg = self._place, self._leg()
-        http, asked = place.member.http, place.routes.generate(self._chain.rendered, leg)
+        place = self._place
+        http, asked = place.member.http, place.routes.generate(self._chain.rendered, self._leg())
         if place.kept_legs is not None:
-            return await place.kept_legs.ask(self._turn, self._choice, place.routes, place.member, leg, asked)
+            return await place.kept_legs.ask(self._turn, self._choice, place.routes, place.member, asked)
         return await http.request("POST", asked.path, asked.body, asked.headers, place.settings.turn_timeout_s)
 
     def _leg(self) -> TokenLeg:

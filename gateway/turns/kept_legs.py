@@ -24,7 +24,7 @@ from engines.http import Response
 from engines.http.kept import bytes_sent, shut_down
 from engines.http.tape import Tape, found_tape, new_tape
 from engines.token_ids import TokenIds
-from engines.tokens import TokenLeg, TokenRoutes
+from engines.tokens import TokenRoutes
 from engines.upstream import Upstream
 from gateway.config import Settings
 from gateway.descriptors import DescriptorStore
@@ -38,7 +38,7 @@ from gateway.turns.repeats import digest_of
 from gateway.turns.turn import Made, Turn
 from scheduling.types import Dispatch
 
-_PREFIX = "leg-"
+_PREFIX = "leg"
 
 
 class KeptLeg:
@@ -199,11 +199,9 @@ class KeptLegs:
 
     # --- of this one ----------------------------------------------------------------------------------------
 
-    async def ask(
-        self, turn: Turn, choice: Choice, routes: TokenRoutes, member: Member, leg: TokenLeg, asked: Upstream
-    ) -> Response:
+    async def ask(self, turn: Turn, choice: Choice, routes: TokenRoutes, member: Member, asked: Upstream) -> Response:
         """Ask for a leg, and keep its response. Raises what HttpClient does."""
-        name = _PREFIX + leg.request_id
+        name = self._descriptors.new_name(_PREFIX)
         names = self._names.setdefault(turn.turn_id, {})
 
         async def keep(connection: socket.socket, num_bytes: int) -> Tape | None:

@@ -54,6 +54,29 @@ async def test_a_descriptor_that_is_closed_while_the_keeper_is_waited_for_is_kep
         os.close(number)
 
 
+async def test_the_names_of_all_that_is_kept_fit_into_the_environment_of_the_next_process(tmp_path: Path) -> None:
+    """The legs of the largest rollout take 12,800 descriptors. From 3,200 on, a killed gateway could not be started
+    again: their names were longer than a variable of the environment may be.
+    """
+    address, descriptor, names = str(tmp_path / "keeper"), os.memfd_create("kept"), []
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as keeper:
+        keeper.bind(address)
+        store = DescriptorStore(address, limit=10**6, found={"listener": [descriptor], "legAAAB": [descriptor]})
+        is_kept = True
+        while is_kept:
+            name = store.new_name("leg")
+            is_kept = await store.keep(name, [descriptor, descriptor], timeout_s=60)
+            names += [name, name] * is_kept
+            if is_kept:
+                for received in socket.recv_fds(keeper, 100, 2)[1]:
+                    os.close(received)
+        store.close()
+    os.close(descriptor)
+    assert len(names) > 12_800 and len({*names, "legAAAB"}) == len(names) // 2 + 1
+    environment = {"LISTEN_FDNAMES": ":".join(["listener", "legAAAB", *names])}
+    assert await (await asyncio.create_subprocess_exec("true", env=environment)).wait() == 0
+
+
 def fill(address: str) -> None:
     """Send messages until the socket there takes no more."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:

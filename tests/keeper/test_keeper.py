@@ -75,6 +75,21 @@ def test_a_removed_descriptor_is_not_given_back(tmp_path: Path) -> None:
     assert given(tmp_path) == ["", "one=one,two=two", "two=two"]
 
 
+def test_a_command_is_started_again_however_many_descriptors_it_stored(tmp_path: Path) -> None:
+    """Their names must fit into a variable of its environment, which may have 128 KiB. With 3,200 names of 40 letters,
+    two for each of 1,600 legs, the command could not be started any more.
+    """
+    store_and_die = """
+descriptor = os.memfd_create("one")
+for number in range(20):
+    send(f"FDSTORE=1\\nFDNAME={number:040}", *[descriptor] * 200)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    with kept_command(tmp_path, store_and_die, "sys.exit(0)\n", options=("--max-failures", "1")) as keeper:
+        assert keeper.wait(60) == 0
+    assert given(tmp_path)[1].count("=") == 15 * 200  # a message whose descriptors do not all fit is refused as a whole
+
+
 def test_a_command_that_keeps_failing_is_given_up_with_its_status(tmp_path: Path) -> None:
     """The keeper gives up when more than `--max-failures` starts fail in a row."""
     with kept_command(tmp_path, *["sys.exit(7)\n"] * 4, options=("--max-failures", "2")) as keeper:
