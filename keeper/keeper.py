@@ -28,6 +28,7 @@ from keeper.descriptors import Descriptors
 
 _FIRST_DESCRIPTOR = 3
 _PR_SET_PDEATHSIG = 1
+_OWN_DESCRIPTORS = 32  # some ten, and what this process was started with
 _NOT_FOUND = 127  # a shell's status for a command that cannot be run; one that never could is not tried again
 _TOLD_TO_END = (signal.SIGTERM, signal.SIGINT)
 _MAX_DOUBLINGS = 1_000  # a float ends at the 1,024th
@@ -40,7 +41,7 @@ class KeeperSettings:
 
     Args:
         max_descriptors: two for each leg of a turn and one for the listening socket; the largest rollout known has
-            6,400 trajectories.
+            6,400 trajectories. At most half of what a process may have.
         first_pause_s, longest_pause_s: pause before a restart; it doubles with each failure in a row. Clients' retries
             bridge half a minute.
         max_failures: if more starts fail in a row, the keeper gives up, with the command's status. These take a minute
@@ -71,9 +72,9 @@ class Keeper:
 
     def run(self) -> int:
         """Run it until it ends for good. Returns its status: 128 plus the signal's number if a signal ended it."""
-        _raise_file_limit()
+        limit = min(self._settings.max_descriptors, _most_descriptors())
         with tempfile.TemporaryDirectory(prefix="keeper-") as folder:  # no other user may enter it
-            kept = Descriptors(Path(folder, "notify"), self._settings.max_descriptors)
+            kept = Descriptors(Path(folder, "notify"), limit)
             reader, writer = socket.socketpair()
             for end in (reader, writer):
                 end.setblocking(False)
@@ -192,7 +193,10 @@ def _log(message: str, **fields: object) -> None:
     print(json.dumps(line), file=sys.stderr, flush=True)
 
 
-def _raise_file_limit() -> None:
-    """The usual soft limit of 1,024 is reached at 500 legs, so it is raised to the hard limit."""
+def _most_descriptors() -> int:
+    """How many can be kept: to hand them on takes as many again. The usual soft limit of a process, 1,024, is raised to
+    the hard limit.
+    """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return sys.maxsize if hard == resource.RLIM_INFINITY else max(hard - _OWN_DESCRIPTORS, 0) // 2

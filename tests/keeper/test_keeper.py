@@ -43,11 +43,18 @@ WAIT = "signal.pause()\n"  # until it is killed
 
 
 @contextmanager
-def kept_command(folder: Path, *starts: str, options: tuple[str, ...] = ()) -> Iterator[subprocess.Popen[bytes]]:
-    """A command under a keeper; its first, second, ... start runs the first, second, ... of `starts`."""
+def kept_command(
+    folder: Path, *starts: str, options: tuple[str, ...] = (), limit: int | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A command under a keeper; its first, second, ... start runs the first, second, ... of `starts`.
+
+    Args:
+        limit: of the descriptors of a process.
+    """
     (folder / "script").write_text("---\n".join(starts))
     command = (sys.executable, "-c", COMMAND, str(folder / "given"), str(folder / "script"))
-    keep = (sys.executable, "-m", "heddle", "keep", *options, "--", *command)
+    limited = () if limit is None else ("sh", "-c", f'ulimit -n {limit} && exec "$@"', "sh")
+    keep = (*limited, sys.executable, "-m", "heddle", "keep", *options, "--", *command)
     with subprocess.Popen(keep, stderr=subprocess.PIPE, start_new_session=True) as keeper:
         try:
             yield keeper
@@ -88,6 +95,21 @@ os.kill(os.getpid(), signal.SIGKILL)
     with kept_command(tmp_path, store_and_die, "sys.exit(0)\n", options=("--max-failures", "1")) as keeper:
         assert keeper.wait(60) == 0
     assert given(tmp_path)[1].count("=") == 15 * 200  # a message whose descriptors do not all fit is refused as a whole
+
+
+def test_a_command_is_started_again_however_few_descriptors_a_process_may_have(tmp_path: Path) -> None:
+    """To hand on what is kept takes as many descriptors again. Above half of its limit, the keeper could start nothing
+    any more.
+    """
+    store_and_die = """
+descriptor = os.memfd_create("one")
+for number in range(60):
+    send(f"FDSTORE=1\\nFDNAME={number}", descriptor)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    with kept_command(tmp_path, store_and_die, "sys.exit(0)\n", options=("--max-failures", "1"), limit=100) as keeper:
+        assert keeper.wait(60) == 0
+    assert given(tmp_path)[1].count("=") == 34
 
 
 def test_a_command_that_keeps_failing_is_given_up_with_its_status(tmp_path: Path) -> None:
