@@ -134,6 +134,8 @@ async def _serving(
     arrivals = Arrivals(fleet, ledger, groups, memory.predictor, texts)
     before = {record.trajectory_id for record in memory.records}
     kept_legs = KeptLegs(settings, descriptors, fleet, store.settle) if descriptors and by_tokens else None
+    if descriptors is not None:
+        descriptors.drop_found()  # such as those of token legs, without which nobody takes them up
     kept_tokens = KeptTokens(book, Partials(store), kept_legs, clock, settings.save_tokens_s, before)
     endings = Endings(clock, driver, ledger, conversations, repeats, arrivals, kept_tokens, kv, metrics, log, texts)
     worker_pool = WorkerPool(

@@ -90,6 +90,14 @@ class DescriptorStore:
             if len(self._unsent) == 1:
                 self._send_on()
 
+    def drop_found(self) -> None:
+        """Close what was found and nobody has taken, here and in keeping."""
+        for name, descriptors in self.found.items():
+            for descriptor in descriptors:
+                os.close(descriptor)
+            self.drop(name)
+        self.found.clear()
+
     def close(self) -> None:
         """Send what is still unsent; nothing may follow."""
         self._socket.settimeout(_CLOSE_TIMEOUT_S)

@@ -4,12 +4,16 @@ import asyncio
 import os
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import orjson
 import pytest
 
 from engines.http.kept import bytes_sent
 from engines.http.tape import new_tape
+from gateway.config import load_settings
+from gateway.descriptors import DescriptorStore
+from gateway.server import serving
 from gateway.turns.kept_legs import found_leg
 
 REQUEST = b"x" * 1000
@@ -69,3 +73,21 @@ async def test_closing_a_leg_ends_the_engines_connection(
     leg.close()
     async with asyncio.timeout(60):
         assert await asyncio.to_thread(theirs.recv, 10) == b""
+
+
+async def test_a_gateway_without_token_legs_ends_those_of_the_process_before(
+    connections: tuple[socket.socket, socket.socket], tmp_path: Path
+) -> None:
+    """Nobody would take them up, and the keeper would hold them for ever: the engine would generate for nobody."""
+    ours, theirs = connections
+    settings = load_settings(store="memory:", host="127.0.0.1", port=0, token_legs="off")
+    with ours, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as keeper:
+        keeper.bind(str(tmp_path / "keeper"))
+        descriptors = DescriptorStore(str(tmp_path / "keeper"), limit=10, found={"legAAAA": kept(ours)})
+        ours.close()
+        theirs.setblocking(False)
+        async with serving(settings, descriptors):
+            assert theirs.recv(10) == b""
+            keeper.setblocking(False)
+            assert b"FDSTOREREMOVE=1\nFDNAME=legAAAA" in (keeper.recv(100), keeper.recv(100))
+        descriptors.close()
