@@ -12,6 +12,8 @@ from base64 import urlsafe_b64encode
 from collections import deque
 from collections.abc import MutableMapping, Sequence
 
+from gateway.turnlog import LOGGER
+
 _FIRST_DESCRIPTOR = 3
 # A datagram socket queues 10 messages until its reader takes them, which can take a while on a busy machine.
 _RETRY_S = 0.002
@@ -132,13 +134,14 @@ class DescriptorStore:
 
 def descriptor_store(environment: MutableMapping[str, str]) -> DescriptorStore | None:
     """The descriptors that this process was given, taken once, because its children must not get them; None if nothing
-    keeps descriptors.
+    keeps descriptors for it.
 
     Args:
         environment: of the process; variables meant for it alone are removed.
     """
     names = environment.pop("LISTEN_FDNAMES", "").split(":")
-    is_ours = environment.pop("LISTEN_PID", "") == str(os.getpid())
+    given_to = environment.pop("LISTEN_PID", "")
+    is_ours = given_to == str(os.getpid())
     num = environment.pop("LISTEN_FDS", "")
     found: dict[str, list[int]] = {}
     if is_ours and num.isdecimal():
@@ -146,7 +149,10 @@ def descriptor_store(environment: MutableMapping[str, str]) -> DescriptorStore |
             os.set_inheritable(descriptor, False)
             found.setdefault(name, []).append(descriptor)
     address, limit = environment.pop("NOTIFY_SOCKET", ""), environment.pop("FDSTORE", "")
-    if address and limit.isdecimal() and int(limit):
+    if address and given_to and not is_ours:
+        # A script, say, started it: the next one could not take back what this one keeps, nor listen at its address.
+        LOGGER.warning("descriptors are not kept", extra={"fields": {"started by": os.getppid(), "kept for": given_to}})
+    elif address and limit.isdecimal() and int(limit):
         return DescriptorStore(address, int(limit), found)
     for descriptors in found.values():
         for descriptor in descriptors:

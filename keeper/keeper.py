@@ -1,8 +1,8 @@
 """Runs a command, restarts it when it dies, and passes it the descriptors that it had stored here (`descriptors.py`).
 
 The command gets the same environment as systemd's services: NOTIFY_SOCKET is where to send descriptors, FDSTORE how
-many it may store. LISTEN_PID, LISTEN_FDS and LISTEN_FDNAMES describe those that are there from number 3 on
-(sd_listen_fds(3)).
+many it may store. LISTEN_FDS and LISTEN_FDNAMES describe those that are there from number 3 on (sd_listen_fds(3)).
+LISTEN_PID names the process that they are for, here also if there are none: another one would not find them again.
 
 1. A command that ends with status 0, or after this process was told to end, is not restarted.
 2. The last messages of a dead command are taken before it is restarted.
@@ -172,7 +172,7 @@ def _handed_on(kept: Descriptors) -> dict[str, str]:
     """Give the kept descriptors to this process, which is about to run the command. Returns the environment that
     describes them."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("LISTEN_")}
-    environment |= {"NOTIFY_SOCKET": str(kept.path), "FDSTORE": str(kept.limit)}
+    environment |= {"NOTIFY_SOCKET": str(kept.path), "FDSTORE": str(kept.limit), "LISTEN_PID": str(os.getpid())}
     if not len(kept):
         return environment
     # First move them away from the numbers that they are to get.
@@ -181,7 +181,7 @@ def _handed_on(kept: Descriptors) -> dict[str, str]:
     for number, descriptor in enumerate(moved, _FIRST_DESCRIPTOR):
         os.dup2(descriptor, number)
     names = ":".join(name for name, _ in kept)
-    return environment | {"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": str(len(kept)), "LISTEN_FDNAMES": names}
+    return environment | {"LISTEN_FDS": str(len(kept)), "LISTEN_FDNAMES": names}
 
 
 def _wake(number: int, frame: object) -> None:

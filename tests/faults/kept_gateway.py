@@ -5,7 +5,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -19,12 +19,17 @@ RETRY_S = 0.05
 
 
 class KeptGateway:
-    """`heddle keep -- heddle serve` with these options."""
+    """`heddle keep -- heddle serve` with these options.
 
-    def __init__(self, *options: str, **environment: str) -> None:
+    Args:
+        starter: a program between the two, and its arguments.
+    """
+
+    def __init__(self, *options: str, starter: Sequence[str] = (), **environment: str) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._options = options
+        self._starter = starter
         self._environment = environment
         self._process: asyncio.subprocess.Process | None = None
 
@@ -33,7 +38,7 @@ class KeptGateway:
         serve = ("serve", "--port", str(self.port), "--log-level", "warning", *self._options)
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
-            *("-m", "heddle", "keep", "--", sys.executable, "-m", "heddle", *serve),
+            *("-m", "heddle", "keep", "--", *self._starter, sys.executable, "-m", "heddle", *serve),
             env={**os.environ, **PATIENT, **self._environment},
         )
         await eventually(self.is_healthy, START_TIMEOUT_S)
@@ -50,8 +55,8 @@ class KeptGateway:
     def pid(self) -> int | None:
         """The gateway's process id; None between two gateways."""
         assert self._process is not None
-        children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split()
-        return int(children[0]) if children else None
+        child = child_of(self._process.pid)
+        return child_of(child) if child is not None and self._starter else child
 
     @property
     def num_tapes(self) -> int:
@@ -79,10 +84,19 @@ class KeptGateway:
         return await self._process.wait()
 
 
+def child_of(pid: int) -> int | None:
+    """The first child of a process; None if it has none."""
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return int(children[0]) if children else None
+
+
 @asynccontextmanager
-async def kept_gateway(*options: str, **environment: str) -> AsyncIterator[KeptGateway]:
+async def kept_gateway(*options: str, starter: Sequence[str] = (), **environment: str) -> AsyncIterator[KeptGateway]:
     """A started keeper and gateway, ended on exit."""
-    gateway = KeptGateway(*options, **environment)
+    gateway = KeptGateway(*options, starter=starter, **environment)
     try:
         await gateway.start()
         yield gateway

@@ -345,6 +345,16 @@ async def test_connections_between_two_gateways_wait(client: httpx.AsyncClient, 
         assert (await client.get(gateway.url + "/healthz", timeout=120)).status_code == 200
 
 
+async def test_a_gateway_that_a_script_started_is_started_again(tmp_path: Path) -> None:
+    """It is not told which descriptors are its own. It left its listening socket with the keeper all the same, so no
+    later gateway could listen there: "Address already in use".
+    """
+    script = ("sh", "-c", 'trap "kill \\$pid" TERM; "$@" & pid=$!; wait $pid; wait $pid', "sh")
+    async with kept_gateway("--store", f"sqlite:{tmp_path}/h.sqlite3", starter=script) as gateway:
+        await gateway.kill()
+        await eventually(gateway.is_healthy, 120)
+
+
 async def test_turns_go_on_when_their_clients_have_all_descriptors(client: httpx.AsyncClient, tmp_path: Path) -> None:
     """A leg that is kept takes three descriptors. If there are none, it uses an idle connection, and is not kept.
 

@@ -24,7 +24,8 @@ def send(message, *descriptors):
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as to:
         to.connect(os.environ["NOTIFY_SOCKET"])
         socket.send_fds(to, [message.encode()], list(descriptors))
-names = os.environ.get("LISTEN_FDNAMES", "").split(":") if os.environ.get("LISTEN_PID") == str(os.getpid()) else []
+assert os.environ["LISTEN_PID"] == str(os.getpid())
+names = os.environ["LISTEN_FDNAMES"].split(":") if "LISTEN_FDS" in os.environ else []
 found = [f"{name}={os.pread(number, 100, 0).decode()}" for number, name in enumerate(names, 3)]
 with open(given, "a") as file:
     file.write(f"{','.join(found)}\\n")
