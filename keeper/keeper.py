@@ -9,6 +9,7 @@ LISTEN_PID names the process that they are for, here also if there are none: ano
 3. As a container's first process, it also reaps orphans.
 """
 
+import contextlib
 import ctypes
 import fcntl
 import json
@@ -190,7 +191,9 @@ def _wake(number: int, frame: object) -> None:
 
 def _log(message: str, **fields: object) -> None:
     line = {"at": round(time.time(), 3), "level": "info", "message": message, **fields, "from": "keeper"}
-    print(json.dumps(line), file=sys.stderr, flush=True)
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError):  # nobody reads it any more
+            os.write(sys.stderr.fileno(), json.dumps(line).encode() + b"\n")
 
 
 def _most_descriptors() -> int:

@@ -120,6 +120,19 @@ def test_a_command_that_keeps_failing_is_given_up_with_its_status(tmp_path: Path
     assert len(given(tmp_path)) == 3
 
 
+def test_a_command_is_started_again_after_the_reader_of_the_log_is_gone(tmp_path: Path) -> None:
+    """Such as a program that the log is piped to. The keeper itself ended when it said that the command had."""
+    ready = tmp_path / "ready"
+    os.mkfifo(ready)
+    die = f"open({str(ready)!r}).read()\nos.kill(os.getpid(), signal.SIGKILL)\n"
+    with kept_command(tmp_path, die, "sys.exit(0)\n") as keeper:
+        assert keeper.stderr is not None
+        with ready.open("w"):
+            keeper.stderr.close()
+        assert keeper.wait(60) == 0
+    assert len(given(tmp_path)) == 2
+
+
 def test_a_missing_command_is_given_up_at_once(tmp_path: Path) -> None:
     """The status is 127, as in a shell."""
     command = [sys.executable, "-m", "heddle", "keep", "--", str(tmp_path / "nothing")]
