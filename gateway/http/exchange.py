@@ -92,8 +92,10 @@ class Exchange(RequestResponseCycle):
         """The body of the request."""
         body = self.body_at_once(limit_bytes)
         if body is None:
-            return await AsgiClient(self.scope, self.receive, self.send).read(limit_bytes, timeout_s)  # type: ignore[arg-type]
-        self.message_event.clear()
+            body = await AsgiClient(self.scope, self.receive, self.send).read(limit_bytes, timeout_s)  # type: ignore[arg-type]
+            self.flow.resume_reading()  # its last piece, too, may have paused it
+        else:
+            self.message_event.clear()
         return body
 
     def when_left(self, call: Callable[[], object]) -> None:

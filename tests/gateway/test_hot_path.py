@@ -281,6 +281,23 @@ async def test_a_client_that_leaves_frees_the_engine(tmp_path: Path) -> None:
         await eventually(is_left, 60)
 
 
+async def test_a_client_that_leaves_after_a_long_body_frees_the_engine() -> None:
+    """Its body comes after the head, as that of most clients does, with more than 64 KB at once. That paused reading,
+    which did not go on once the body was complete: nobody saw the client leave.
+    """
+    async with asyncio.timeout(120), silent() as (engine, gateway, _):
+        host, _, port = gateway.url.removeprefix("http://").partition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        body = orjson.dumps(body_of("chat", text="a long context " * 10_000))
+        head = b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\nexpect: 100-continue\r\n\r\n"
+        writer.write(head % (PATH.encode(), len(body)))
+        await reader.readuntil(b"\r\n\r\n")  # the gateway waits for the body
+        writer.write(body)
+        await eventually(lambda: engine.num_open == 1, 60)
+        writer.transport.abort()
+        await eventually(lambda: engine.num_open == 0, 60)
+
+
 async def test_an_engine_that_is_silent_for_too_long_is_an_error() -> None:
     """The client gets a 50x that states the timeout or the engine's failure."""
     async with asyncio.timeout(120), silent(turn_timeout_s=1, max_attempts=1) as (_, gateway, watch):
