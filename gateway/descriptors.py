@@ -40,6 +40,7 @@ class DescriptorStore:
         self._num_of = {name: len(descriptors) for name, descriptors in found.items()}
         self._num = sum(self._num_of.values())
         self._unsent: deque[bytes] = deque()
+        self._is_gone = False
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.setblocking(False)
         self._address = "\0" + address[1:] if address.startswith("@") else address
@@ -66,7 +67,7 @@ class DescriptorStore:
         try:
             copies.extend(map(os.dup, descriptors))
             while self._unsent or not self._sent(message, copies):  # what had this name before is removed first
-                if loop.time() >= deadline:
+                if self._is_gone or loop.time() >= deadline:
                     return False
                 await asyncio.sleep(_RETRY_S)
             is_kept = True
@@ -122,12 +123,14 @@ class DescriptorStore:
         """Whether it was sent. A message without descriptors to a keeper that is gone counts as sent: nothing more can
         be done.
         """
+        self._is_gone = False
         beside = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", descriptors))] if descriptors else []
         try:
             self._socket.sendmsg([message], beside, 0, self._address)  # `send_fds` drops the address (3.11)
         except (BlockingIOError, TimeoutError):
             return False
-        except OSError:
+        except OSError as error:
+            self._is_gone = isinstance(error, ConnectionRefusedError | FileNotFoundError)
             return not descriptors
         return True
 

@@ -54,6 +54,22 @@ async def test_a_descriptor_that_is_closed_while_the_keeper_is_waited_for_is_kep
         os.close(number)
 
 
+async def test_a_keeper_that_is_gone_is_not_waited_for(tmp_path: Path) -> None:
+    """Each leg that began while the gateway was being shut down waited `connect_timeout_s` for it."""
+    address, descriptor = str(tmp_path / "keeper"), os.memfd_create("kept")
+    store = DescriptorStore(address, limit=1, found={})
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as keeper:
+        async with asyncio.timeout(60):
+            assert not await store.keep("leg-1", [descriptor], timeout_s=600)  # it has removed its socket
+            keeper.bind(address)
+            assert await store.keep("leg-1", [descriptor], timeout_s=600)
+            store.drop("leg-1")
+            keeper.close()
+            assert not await store.keep("leg-2", [descriptor], timeout_s=600)  # it was killed
+    store.close()
+    os.close(descriptor)
+
+
 async def test_the_names_of_all_that_is_kept_fit_into_the_environment_of_the_next_process(tmp_path: Path) -> None:
     """The legs of the largest rollout take 12,800 descriptors. From 3,200 on, a killed gateway could not be started
     again: their names were longer than a variable of the environment may be.
