@@ -4,6 +4,7 @@ order. Each field has its unit in its name and the reason for its default beside
 
 import os
 import re
+import sys
 import tomllib
 from collections.abc import Iterable
 from dataclasses import fields
@@ -378,6 +379,21 @@ class Settings(BaseSettings):
     def _is_within_max_number(cls, value: Any) -> Any:
         if isinstance(value, int | float) and value > _MAX_NUMBER:
             raise ValueError(f"must be at most {_MAX_NUMBER}, not {value}")
+        return value
+
+    @field_validator("host", "store", "event_log")
+    @classmethod
+    def _can_be_opened(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is not None and "\0" in value:
+            raise ValueError("must not have a NUL byte")
+        if value is not None and (info.field_name == "event_log" or value.startswith("sqlite:")):
+            try:
+                os.fsencode(value)
+            except UnicodeEncodeError:
+                encoding = sys.getfilesystemencoding()
+                raise ValueError(
+                    f"is no path in this locale, whose encoding is {encoding}; try LC_ALL=C.UTF-8"
+                ) from None
         return value
 
     @field_validator("engines", mode="before")

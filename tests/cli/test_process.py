@@ -36,12 +36,12 @@ except argparse.ArgumentTypeError as error:
 """
 
 
-def ended(*arguments: str, stdout: int = subprocess.PIPE, shell: str = "") -> tuple[int, str]:
+def ended(*arguments: str, stdout: int = subprocess.PIPE, shell: str = "", **more: str) -> tuple[int, str]:
     """The exit status of a Python process, and what it wrote to standard error."""
     command = [sys.executable, *arguments]
     if shell:
         command = ["sh", "-c", f'exec "$@" {shell}', "sh", *command]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"} | more
     done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, env=environment, timeout=60, check=False)
     return done.returncode, done.stderr.decode()
 
@@ -68,6 +68,17 @@ def test_an_interrupted_measurement_leaves_no_traceback(program: str, tmp_path: 
         running.send_signal(signal.SIGINT)
         assert b"Traceback" not in running.stdout.read()
     assert running.returncode == 130
+
+
+@pytest.mark.parametrize("setting", ['event_log = "é.jsonl"', 'store = "sqlite:é.sqlite3"'])
+def test_a_path_that_the_locale_cannot_express_is_refused_with_one_line(setting: str, tmp_path: Path) -> None:
+    """The settings' file is UTF-8, whatever the locale; the start ended with a traceback and status 1."""
+    file = tmp_path / "heddle.toml"
+    file.write_text(f'{setting}\nhost = "127.0.0.1"\nport = 0\n', encoding="utf-8")
+    ascii_only = {"LC_ALL": "POSIX", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    said = "is no path in this locale, whose encoding is ascii; try LC_ALL=C.UTF-8"
+    started = ended("-m", "heddle", "serve", "--config", str(file), **ascii_only)
+    assert started == (2, f"heddle serve: setting {setting.split()[0]}: {said}\n")
 
 
 def test_a_reader_that_has_read_enough_is_no_error() -> None:

@@ -79,6 +79,9 @@ def test_a_setting_is_the_same_from_file_and_environment(
 @pytest.mark.parametrize(
     ("toml", "message"),
     [
+        ('host = "a\\u0000"', "setting host: must not have a NUL byte$"),
+        ('store = "sqlite:a\\u0000"', "setting store: must not have a NUL byte$"),
+        ('event_log = "a\\u0000"', "setting event_log: must not have a NUL byte$"),
         ("prot = 1", "setting prot: unknown, did you mean port? `heddle serve --settings` lists all$"),
         ("server = 1", "setting server: unknown; `heddle serve --settings` lists all$"),
         ("engines = 5", "setting engines: must be a list"),
