@@ -10,7 +10,7 @@ from engines.listener import bound
 from engines.profiles import load_profile, profile_names
 from engines.simulated.server import run as run_engine
 from engines.simulated.settings import SimulatedEngineSettings
-from heddle.arguments import count, port, positive, seconds, seed
+from heddle.arguments import count, port, positive, seconds, seed, why
 
 _EPILOG = """examples:
   heddle sim-engine --port 8000
@@ -58,8 +58,10 @@ def run(parsed: argparse.Namespace) -> int:
         return 0
     try:
         settings = _settings(parsed)
-    except ValueError as error:
-        print(f"heddle sim-engine: {error}", file=sys.stderr)
+        if settings.kv_tier is not None:
+            settings.kv_tier.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        print(f"heddle sim-engine: {why(error)}", file=sys.stderr)
         return 2
     try:
         address = bound(parsed.host, parsed.port)

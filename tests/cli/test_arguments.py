@@ -53,6 +53,7 @@ WRONG = [
     (("sim-engine", "--start-s", "-1"), "seconds from 0"),
     (("sim-engine", "--data-parallel-size", "0"), "must be a whole number from 1, not '0'"),
     (("sim-engine", "--data-parallel-size", "2", "--kv-transfer"), "several data-parallel ranks cannot transfer KV"),
+    (("sim-engine", "--kv-tier", "trace.jsonl"), "heddle sim-engine: cannot open trace.jsonl: File exists"),
     (("sim-engine", "--profile", "qwen3-14b-h100-tp3"), "did you mean one of: qwen3-14b-h100"),
     (("profile", "http://127.0.0.1:1", "--out", "nowhere/file.toml"), "a file in an existing folder"),
     (("profile", "127.0.0.1:1"), "must be a base URL such as http://host:8000"),
