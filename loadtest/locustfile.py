@@ -109,6 +109,14 @@ def set_up(environment: Any, **_: Any) -> None:
     environment.board = Board(environment.parsed_options, environment)
 
 
+def refuse_wrong_workload(environment: Any, **_: Any) -> None:
+    """Each agent would fail by itself, and a rollout of `loadtest/shapes.py` would never end."""
+    try:
+        _workload(environment.parsed_options, CodingAgent.law_name)
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"loadtest: {error}") from None
+
+
 def on_each_run(prepare: Callable[..., None]) -> None:
     """Call this before each run. The web page starts one after the other, each with its own options.
 
@@ -121,6 +129,7 @@ def on_each_run(prepare: Callable[..., None]) -> None:
 # Locust's events have no types.
 events: Any = locust_events
 events.init_command_line_parser.add_listener(add_arguments)
+events.init.add_listener(refuse_wrong_workload)
 on_each_run(set_up)
 
 

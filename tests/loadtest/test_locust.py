@@ -130,6 +130,25 @@ async def test_a_shape_refuses_workers() -> None:
     assert b"runs in one process" in output and b"Traceback" not in output, output
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(("--trace", "absent.jsonl"), b"loadtest: [Errno 2] No such file"), (("--law", "cooking"), b"no law 'cooking'")],
+)
+async def test_a_workload_that_cannot_be_played_ends_the_run_at_its_start(
+    arguments: tuple[str, str], message: bytes
+) -> None:
+    """Each agent failed with a traceback, again and again, and a rollout waited for them without end."""
+    with serve(ToyChat()) as url:
+        process = await started("shapes.py", url, "--headless", "--agents", "2", *arguments)
+        try:
+            output, _ = await asyncio.wait_for(process.communicate(), 60)
+        finally:
+            if process.returncode is None:
+                process.kill()
+    assert process.returncode == 1
+    assert message in output and b"Traceback" not in output, output
+
+
 async def test_a_gateway_that_lists_no_models_ends_a_rollout(tmp_path: Path) -> None:
     """A gateway without engines refuses every agent."""
     async with running_gateway() as gateway:
