@@ -1,6 +1,7 @@
 """`heddle demo`: the same rollout on simulated engines, scheduled step by step and by Heddle, side by side."""
 
 import argparse
+import shlex
 import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -83,10 +84,14 @@ async def _run(parsed: argparse.Namespace) -> int:
             )
             results.append(await play(workload, title, settings, console))
     print_results([result.times(parsed.speed_up) for result in results], console)
-    called = sys.argv[0] if Path(sys.argv[0]).name == "heddle" else f"{sys.executable} -m heddle"
     for line in _NEXT:
-        console.print(line.format(called), highlight=False, markup=False, soft_wrap=True)
+        console.print(line.format(called_as(sys.argv[0])), highlight=False, markup=False, soft_wrap=True)
     return 1 if any(result.errors for result in results) else 0
+
+
+def called_as(program: str) -> str:
+    """How a shell calls this command again."""
+    return shlex.join([program] if Path(program).name == "heddle" else [sys.executable, "-m", "heddle"])
 
 
 @asynccontextmanager

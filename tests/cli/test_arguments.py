@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from heddle.cli import main
+from heddle.demo import called_as
 
 FLEET = '[fleet]\ngpus = 4\nprofile = "qwen3-14b-h100"\ntp = [1]\n'
 
@@ -172,6 +173,12 @@ def test_a_key_that_cannot_be_sent_is_named_and_not_shown(
     status, error = status_and_error(capsys, "fleet", "show")
     said = "must be printable ASCII, without spaces or line ends around it"
     assert (status, error) == (2, f"heddle fleet: HEDDLE_ADMIN_KEY: {said}\n")
+
+
+def test_the_demo_names_a_command_that_a_shell_takes() -> None:
+    """Also where the checkout is in a folder with a space; the command was two words there."""
+    assert called_as("/my work/.venv/bin/heddle") == "'/my work/.venv/bin/heddle'"
+    assert called_as("/my work/heddle/__main__.py").endswith(" -m heddle")
 
 
 def test_version_prints_a_version(capsys: pytest.CaptureFixture[str]) -> None:
