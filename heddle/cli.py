@@ -75,6 +75,9 @@ def _run(arguments: Sequence[str]) -> int:
             module = importlib.import_module(module_name)
             module.add_arguments(verb)
     parsed, unknown = parser.parse_known_args(arguments)
+    if parsed.verb == "fleet" and not any(word.startswith("-") for word in unknown):
+        parsed.of += unknown  # what stands after an option: `scale --empty 0xTP1`
+        unknown = []
     if unknown:
         is_of_command = parsed.verb == "keep" and "--" not in arguments
         hint = "; the command to keep comes after --, as in `heddle keep -- heddle serve`" if is_of_command else ""

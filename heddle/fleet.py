@@ -62,6 +62,10 @@ def run(parsed: argparse.Namespace) -> int:
 def _asked(parsed: argparse.Namespace) -> Any:
     if not parsed.controller.startswith(("http://", "https://")):
         raise ValueError(f"--controller: must be a URL such as http://127.0.0.1:8070, not {parsed.controller!r}")
+    if parsed.plans and parsed.what != "scale":
+        raise ValueError("--plans goes with scale")
+    if parsed.empty and parsed.what not in ("scale", "plan"):
+        raise ValueError("--empty goes with scale")
     match parsed.what:
         case "show" if parsed.of:
             raise ValueError(f"show takes no arguments, such as {parsed.of[0]!r}")

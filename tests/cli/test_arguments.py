@@ -77,6 +77,11 @@ WRONG = [
     (("fleet", "show", "more"), "show takes no arguments, such as 'more'"),
     (("fleet", "scale", "999999999xTP1"), "is not COUNTxTP"),
     (("fleet", "scale", "2xTP0"), "is not COUNTxTP"),
+    (("fleet", "scale", "--empty", "0xTP0"), "'0xTP0' is not COUNTxTP"),
+    (("fleet", "scale", "2xTP1", "--json", "2xTP0"), "'2xTP0' is not COUNTxTP"),
+    (("fleet", "scale", "--emtpy", "0xTP1"), "unknown argument '--emtpy'"),
+    (("fleet", "show", "--plans"), "--plans goes with scale"),
+    (("fleet", "drain", "--empty", "server"), "--empty goes with scale"),
     (("controller", "--fleet", "fleet.toml"), "fleet.toml"),
 ]
 
