@@ -114,7 +114,10 @@ def _ask(url: str, method: str, target: str, body: dict[str, Any] | None = None)
     except urllib.error.HTTPError as error:
         said = error.read().decode(errors="replace")
         try:
-            message = json.loads(said)["error"]["message"]
+            told = json.loads(said)["error"]
+            message = told["message"]
+            if told.get("code") == "unknown_route":  # of a gateway's errors, not of a controller's
+                message = f"no controller at {url}, but a gateway; --controller names another address"
         except (ValueError, KeyError, TypeError):
             message = f"status {error.code}: {said[:300]}"
         raise _Failed(message) from None

@@ -1,5 +1,6 @@
 """How commands fail: one line that names the mistake, and a nonzero exit status."""
 
+import asyncio
 import json
 import socket
 import tempfile
@@ -9,6 +10,7 @@ import pytest
 
 from heddle.cli import main
 from heddle.demo import called_as
+from tests.support.gateway import running_gateway
 
 FLEET = '[fleet]\ngpus = 4\nprofile = "qwen3-14b-h100"\ntp = [1]\n'
 
@@ -167,6 +169,14 @@ def test_a_server_that_is_not_a_controller_is_reported_with_one_line(capsys: pyt
         status, error = status_and_error(capsys, "fleet", "show", "--controller", url)
     assert status == 1
     assert error.startswith("heddle fleet: ") and error.count("\n") == 1
+
+
+async def test_a_gateway_in_place_of_a_controller_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """Their ports differ in one digit; the message was the gateway's, about a route that the user did not ask for."""
+    async with running_gateway() as gateway:
+        status = await asyncio.to_thread(main, ["fleet", "show", "--controller", gateway.url])
+    said = f"heddle fleet: no controller at {gateway.url}, but a gateway; --controller names another address\n"
+    assert (status, capsys.readouterr().err) == (1, said)
 
 
 @pytest.mark.parametrize("key", ["s3cret-admin\n", " s3cret-admin", "clé-s3cret", "s3cr€t"])
