@@ -11,7 +11,7 @@ python=${PYTHON:-python3}
 say() { echo "make-venv: $*" >&2; }
 
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
-    say "$python is older than 3.11; set PYTHON to a newer one"
+    say "$python is not Python 3.11 or later; set PYTHON to one that is"
     exit 1
 }
 if ! "$python" -c 'import ensurepip, venv' 2>/dev/null; then
