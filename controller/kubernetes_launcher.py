@@ -254,7 +254,7 @@ def kubernetes_launcher(fleet: object, options: Mapping[str, Any]) -> Launcher:
         raise ValueError("template is missing: the path of a Pod manifest")
     path = Path(options["template"])
     try:
-        template = yaml.safe_load(path.read_text())
+        template = yaml.safe_load(path.read_bytes())  # whatever the locale is
         check_template(template, path)
         return KubernetesLauncher(**{**options, "template": template})
     except (OSError, yaml.YAMLError, kubernetes.config.ConfigException) as error:

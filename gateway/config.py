@@ -466,7 +466,7 @@ def load_settings(config_file: str | None = None, **overrides: Any) -> Settings:
     Raises:
         ConfigError: a value is malformed or a key unknown; one line says which.
     """
-    config_file = config_file or os.environ.get("HEDDLE_CONFIG")
+    config_file = config_file or os.environ.get("HEDDLE_CONFIG") or None
     # A pipe may be read, such as the output of a program that decrypts the file.
     if config_file is not None and (os.path.isdir(config_file) or not os.path.exists(config_file)):
         why = "it is a folder" if os.path.isdir(config_file) else "there is no such file"

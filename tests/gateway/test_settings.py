@@ -196,6 +196,12 @@ def test_a_byte_order_mark_is_ignored(tmp_path: Path) -> None:
     assert load_settings(str(file)).port == 8090
 
 
+def test_an_empty_variable_names_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with other variables, such as of a compose file: "cannot read the configuration file : there is none"."""
+    monkeypatch.setenv("HEDDLE_CONFIG", "")
+    assert load_settings().toml == {}
+
+
 def test_settings_may_come_from_a_pipe() -> None:
     """As from a shell's `--config <(decrypt heddle.toml)`, which was refused: there was no such file."""
     reader, writer = os.pipe()
