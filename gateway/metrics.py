@@ -3,7 +3,8 @@
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator
-from itertools import accumulate
+from itertools import accumulate, product
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -11,6 +12,7 @@ from prometheus_client.registry import Collector
 
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.server import EngineState
+from gateway.http.errors import Api
 from gateway.state.ledger import Ledger
 from gateway.workers.pool import WorkerPool
 from predictor.background import BackgroundCounts
@@ -18,6 +20,7 @@ from scheduling.scheduler import Scheduler
 from store.port import Store
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_OUTCOMES = ("finished", "failed", "refused", "left", "aborted", "stopped")
 _SECONDS = (0.001, 0.005, 0.02, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
 
 
@@ -27,6 +30,8 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self._turns = _Counts("heddle_turns", "Turns that ended, by API and outcome.", ("api", "outcome"))
+        # A rate is that of a series: one that began with a burst of failures would not show it.
+        self._turns.counts.update(dict.fromkeys(product(get_args(Api), _OUTCOMES), 0))
         self._tokens = _Counts("heddle_tokens", "Tokens of finished turns, by kind.", ("kind",))
         self._tokens.counts.update({("prompt",): 0, ("cached",): 0, ("output",): 0})
         self._turn_seconds = _Times("heddle_turn_seconds", "Time from a turn's arrival to its end.")
@@ -65,7 +70,7 @@ class Metrics:
             self.registry.register(moves)
 
     def turn_ended(self, api: str, outcome: str, total_s: float) -> None:
-        """A turn of this API ended as `finished`, `failed`, `refused`, `left`, `aborted` or `stopped`."""
+        """A turn of this API ended, as one of the outcomes."""
         self._turns.counts[api, outcome] += 1
         self._turn_seconds.observe(total_s)
 
