@@ -121,10 +121,11 @@ def write_json(path: Path, value: object) -> None:
 def started(pid: int) -> int | None:
     """When a process started, in clock ticks since boot; None if there is none, or it has ended."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+        # In bytes: a process may have any name, and Linux cuts a long one in the middle of a letter.
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    return None if fields[0] in "ZX" else int(fields[19])
+    return None if fields[0] in (b"Z", b"X") else int(fields[19])
 
 
 def boot_id() -> str:

@@ -1,6 +1,7 @@
 """One scan of all processes serves every caller that waits for one."""
 
 import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -58,3 +59,16 @@ def test_a_scan_distinguishes_sessions_that_reuse_a_number() -> None:
         assert (leader.pid, since) in read_processes()[leader.pid]
     finally:
         leader.communicate()
+
+
+def test_a_scan_takes_a_process_whose_name_is_no_text() -> None:
+    """Linux cuts names after 15 bytes, also in the middle of a letter. While such a process ran, of whichever user, no
+    server could be found or stopped."""
+    renames = r"import ctypes, sys; ctypes.CDLL(None).prctl(15, b'\xe8\xae\xad\xe7', 0, 0, 0); print(flush=True)"
+    command = (sys.executable, "-c", f"{renames}; sys.stdin.read()")
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+    try:
+        assert process.stdout is not None and process.stdout.readline()
+        assert [pid for pid, _ in read_processes()[process.pid]] == [process.pid]
+    finally:
+        process.communicate()
