@@ -26,6 +26,8 @@ _ABOUT_THE_ANSWER = (
     "background",
     "best_of",
     "ignore_eos",
+    "kv_transfer_params",
+    "logprob_token_ids",
     "logprobs",
     "max_completion_tokens",
     "max_output_tokens",
@@ -43,6 +45,7 @@ _ABOUT_THE_ANSWER = (
     "structured_outputs",
     "thinking_token_budget",
     "top_logprobs",
+    "use_beam_search",
 )
 _OFFER: Mapping[str, Any] = {
     "do_remote_decode": True,
