@@ -89,7 +89,9 @@ def one_token(path: str, request: Mapping[str, Any]) -> dict[str, Any]:
     thinking = asked.get("thinking")
     if isinstance(thinking, dict) and "budget_tokens" in thinking:  # Anthropic's; vLLM refuses one above the limit
         asked["thinking"] = {"type": "adaptive"}  # the same prompt, on SGLang, too
-    return asked | {"max_output_tokens" if path.endswith("/responses") else "max_tokens": 1}
+    if path.endswith("/responses"):
+        return asked | {"max_output_tokens": 1, "store": False}  # else an engine with a store keeps it for good
+    return asked | {"max_tokens": 1}
 
 
 def offering(request: Mapping[str, Any]) -> dict[str, Any]:

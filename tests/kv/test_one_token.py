@@ -24,3 +24,11 @@ def test_nothing_about_the_answer_is_asked(fields: dict[str, Any]) -> None:
     search offers no KV, and the engine was never asked for any again. A client's own transfer pinned KV at the new
     home."""
     assert one_token(CHAT, TASK | fields) == TASK | {"max_tokens": 1}
+
+
+@pytest.mark.parametrize("said", [{}, {"store": True}, {"store": False}, {"background": True, "store": True}])
+def test_a_response_of_one_token_is_not_kept_by_the_engine(said: dict[str, Any]) -> None:
+    """An engine with a store keeps each response and its input for good, unless the request declines. Nobody knows the
+    id of this one, and the client may have declined for its own."""
+    asked = {"model": "m", "input": "Weave on."}
+    assert one_token("/v1/responses", asked | said) == asked | {"max_output_tokens": 1, "store": False}
