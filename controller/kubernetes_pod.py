@@ -95,7 +95,7 @@ def server_of(pod: Mapping[str, Any], last_lines: tuple[str, ...], node_cause: s
     """
     status = pod.get("status") or {}
     state, cause = ServerState.STARTING, ""
-    if status.get("phase") in ("Succeeded", "Failed"):
+    if status.get("phase") in ("Succeeded", "Failed") or _engines_end(pod) is not None:
         state, cause = ServerState.EXITED, _exit_cause(pod)
     elif node_cause:
         state, cause = ServerState.EXITED, node_cause
@@ -130,13 +130,20 @@ def _fill_container(container: Json, spec: ServerSpec, resource: str, port: int)
 
 
 def _exit_cause(pod: Mapping[str, Any]) -> str:
-    status = pod["status"]
-    ended = [terminated for _, terminated in _containers(status, "terminated")]
-    if not ended or status.get("reason"):
+    status, ended = pod["status"], _engines_end(pod)
+    if ended is None or status.get("reason"):
         return f"{status.get('reason') or status['phase']}: {status.get('message') or 'no container has run'}"
-    why = ended[0].get("reason")
+    why = ended.get("reason")
     told = f" ({why})" if why not in (None, "Error", "Completed") else ""
-    return f"exit status {ended[0]['exitCode']}{told}"
+    return f"exit status {ended['exitCode']}{told}"
+
+
+def _engines_end(pod: Mapping[str, Any]) -> Json | None:
+    """How the engine's container ended; None if it has not. Others beside it, such as a proxy, may go on for ever, and
+    are listed by their names.
+    """
+    name = pod["spec"]["containers"][0]["name"]
+    return dict(_containers(pod.get("status") or {}, "terminated")).get(name)
 
 
 def _why_it_waits(status: Mapping[str, Any]) -> tuple[str, ...]:

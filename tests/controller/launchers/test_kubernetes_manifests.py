@@ -161,6 +161,31 @@ def test_a_pods_status_gives_the_servers_state(status: dict[str, Any], state: Se
     assert (server.state, server.exit_cause) == (state, cause)
 
 
+def _ended(exit_code: int, reason: str) -> dict[str, Any]:
+    return {"terminated": {"exitCode": exit_code, "reason": reason}}
+
+
+@pytest.mark.parametrize(
+    ("phase", "proxy", "engine", "state", "cause"),
+    [
+        ("Running", {"running": {}}, {"running": {}}, ServerState.RUNNING, ""),
+        ("Running", _ended(1, "Error"), {"running": {}}, ServerState.RUNNING, ""),
+        ("Running", {"running": {}}, _ended(137, "OOMKilled"), ServerState.EXITED, "exit status 137 (OOMKilled)"),
+        ("Failed", _ended(0, "Completed"), _ended(2, "Error"), ServerState.EXITED, "exit status 2"),
+    ],
+)
+def test_a_server_ends_with_the_engines_container(
+    phase: str, proxy: dict[str, Any], engine: dict[str, Any], state: ServerState, cause: str
+) -> None:
+    """Whatever the template or the cluster has put beside it. A proxy that went on kept the server of a dead engine
+    running, which was never replaced; and one that had ended well was the cause of a failed engine's end."""
+    statuses = [{"name": "a-proxy", "state": proxy}, {"name": "engine", "state": engine}]
+    pod = engine_pod(SPEC, template(), "nvidia.com/gpu", 8000)
+    pod["spec"]["containers"].append({"name": "a-proxy", "image": "proxy"})
+    server = server_of(pod | {"status": {"phase": phase, "containerStatuses": statuses}}, (), "", 8000)
+    assert (server.state, server.exit_cause) == (state, cause)
+
+
 def test_an_ipv6_address_becomes_a_url() -> None:
     """The URL has it in brackets."""
     pod = engine_pod(SPEC, template(), "nvidia.com/gpu", 8000) | {"status": {"phase": "Running", "podIP": "fd00::7"}}
