@@ -44,17 +44,15 @@ def engine_pod(spec: ServerSpec, template: Mapping[str, Any], resource: str, por
     if len(nodes) != 1:
         raise ValueError(f"{spec.server_id} would span {len(nodes)} nodes; a Pod is on one")
     pod = copy.deepcopy(dict(template))
-    metadata = pod.setdefault("metadata", {})
+    metadata = _table(pod, "metadata")
     metadata["name"] = pod_name(spec.server_id)
-    metadata.setdefault("labels", {}).update({**MANAGED, FLEET_LABEL: spec.fleet_id})
-    metadata.setdefault("annotations", {})[SPEC_ANNOTATION] = json.dumps(asdict(spec), sort_keys=True)
+    _table(metadata, "labels").update({**MANAGED, FLEET_LABEL: spec.fleet_id})
+    _table(metadata, "annotations")[SPEC_ANNOTATION] = json.dumps(asdict(spec), sort_keys=True)
     # The controller is the only writer of the fleet: a Pod that has ended stays ended, and shows why.
     pod["spec"]["restartPolicy"] = "Never"
     on_node = {"matchFields": [{"key": "metadata.name", "operator": "In", "values": sorted(nodes)}]}
     required = {"nodeSelectorTerms": [on_node]}
-    pod["spec"].setdefault("affinity", {})["nodeAffinity"] = {
-        "requiredDuringSchedulingIgnoredDuringExecution": required
-    }
+    _table(pod["spec"], "affinity")["nodeAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": required}
     _fill_container(pod["spec"]["containers"][0], spec, resource, port)
     return pod
 
@@ -108,13 +106,23 @@ def server_of(pod: Mapping[str, Any], last_lines: tuple[str, ...], node_cause: s
     )
 
 
+def _table(of: Json, name: str) -> Json:
+    """A table of a manifest, made if it is not there. To Kubernetes one without a value is not: `labels:` with all
+    lines below it commented out.
+    """
+    if of.get(name) is None:
+        of[name] = {}
+    table: Json = of[name]
+    return table
+
+
 def _fill_container(container: Json, spec: ServerSpec, resource: str, port: int) -> None:
     # Kubernetes fills in "$(POD_IP)"; any other "$(" belongs to the engine and must stay.
     escaped = (argument.replace("$(", "$$(") for argument in spec.command)
     container["command"] = [part.replace("{port}", str(port)).replace("{host}", "$(POD_IP)") for part in escaped]
     container.pop("args", None)
     environment = {"POD_IP": {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}}
-    environment |= {entry["name"]: entry for entry in container.get("env", [])}
+    environment |= {entry["name"]: entry for entry in container.get("env") or ()}
     places = {"{host}": "$(POD_IP)", "{kv_port}": str(_KV_PORT)}  # a Pod shares its ports with nobody
     environment |= {
         name: {"name": name, "value": places.get(value) or value.replace("$(", "$$(")}
@@ -123,10 +131,10 @@ def _fill_container(container: Json, spec: ServerSpec, resource: str, port: int)
     container["env"] = list(environment.values())
     container["ports"] = [{"name": "http", "containerPort": port}]
     container.setdefault("readinessProbe", copy.deepcopy(_READINESS))
-    resources = container.setdefault("resources", {})
+    resources = _table(container, "resources")
     # Indivisible resources need equal requests and limits.
     for kind in ("requests", "limits"):
-        resources.setdefault(kind, {})[resource] = str(len(spec.devices))
+        _table(resources, kind)[resource] = str(len(spec.devices))
 
 
 def _exit_cause(pod: Mapping[str, Any]) -> str:

@@ -116,6 +116,18 @@ def test_a_pod_keeps_the_templates_fields() -> None:
     assert spec_of(pod) == SPEC
 
 
+def test_a_templates_tables_without_a_value_are_not_there() -> None:
+    """As for Kubernetes. No Pod could be made of such a template, and the alarm told of a `NoneType`."""
+    theirs = template()
+    theirs["metadata"] |= {"labels": None, "annotations": None}
+    theirs["spec"]["affinity"] = None
+    theirs["spec"]["containers"][0] |= {"env": None, "args": None, "resources": {"limits": None}}
+    ours = template()
+    del ours["metadata"]["labels"]
+    pods = [engine_pod(SPEC, one, "nvidia.com/gpu", 8000) for one in (theirs, ours)]
+    assert pods[0] == pods[1]
+
+
 def test_text_that_looks_like_a_kubernetes_variable_is_escaped() -> None:
     """`$(...)` in a command is meant for the engine, not for Kubernetes."""
     spec = ServerSpec("e", "f", 1, ("n/0",), ("sh", "-c", "echo $(date) {host}"), {"A": "$(B)"})
