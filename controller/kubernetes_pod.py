@@ -139,8 +139,14 @@ def _fill_container(container: Json, spec: ServerSpec, resource: str, port: int)
 
 def _exit_cause(pod: Mapping[str, Any]) -> str:
     status, ended = pod["status"], _engines_end(pod)
-    if ended is None or status.get("reason"):
-        return f"{status.get('reason') or status['phase']}: {status.get('message') or 'no container has run'}"
+    if ended is not None and not status.get("reason"):
+        return _how(ended)
+    others = [f"{_how(other)} of {name}" for name, other in _containers(status, "terminated") if other["exitCode"]]
+    said = status.get("message") or ", ".join(others) or "no container has run"
+    return f"{status.get('reason') or status['phase']}: {said}"
+
+
+def _how(ended: Mapping[str, Any]) -> str:
     why = ended.get("reason")
     told = f" ({why})" if why not in (None, "Error", "Completed") else ""
     return f"exit status {ended['exitCode']}{told}"
@@ -166,5 +172,7 @@ def _why_it_waits(status: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _containers(status: Mapping[str, Any], state: str) -> list[tuple[str, Json]]:
-    found = [(each["name"], (each.get("state") or {}).get(state)) for each in status.get("containerStatuses") or ()]
+    """The names of containers in this state, and the state; those that prepare the Pod come first."""
+    listed = [*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())]
+    found = [(each["name"], (each.get("state") or {}).get(state)) for each in listed]
     return [(name, value) for name, value in found if value]

@@ -198,6 +198,23 @@ def test_a_server_ends_with_the_engines_container(
     assert (server.state, server.exit_cause) == (state, cause)
 
 
+def test_a_container_that_prepares_the_pod_and_does_not_is_named() -> None:
+    """Such as a template's download of the model. Its failure was "no container has run", and why it waited was not
+    told."""
+    waiting: dict[str, Any] = {"waiting": {"reason": "PodInitializing"}}
+    pod = engine_pod(SPEC, template(), "nvidia.com/gpu", 8000)
+    pod["status"] = {
+        "phase": "Pending",
+        "initContainerStatuses": [
+            {"name": "download", "state": {"waiting": {"reason": "ImagePullBackOff", "message": "no such image"}}}
+        ],
+        "containerStatuses": [{"name": "engine", "state": waiting}],
+    }
+    assert server_of(pod, (), "", 8000).last_lines[0] == "ImagePullBackOff: no such image"
+    pod["status"] |= {"phase": "Failed", "initContainerStatuses": [{"name": "download", "state": _ended(3, "Error")}]}
+    assert server_of(pod, (), "", 8000).exit_cause == "Failed: exit status 3 of download"
+
+
 def test_an_ipv6_address_becomes_a_url() -> None:
     """The URL has it in brackets."""
     pod = engine_pod(SPEC, template(), "nvidia.com/gpu", 8000) | {"status": {"phase": "Running", "podIP": "fd00::7"}}
