@@ -124,6 +124,7 @@ class Fleet:
         server.recheck.set()  # a lost one is looked at only every few seconds
         self._known.note(server)
         self._circuits.report(server)
+        self._circuits.changed()
         self._circuits.came()
         return server
 
@@ -132,15 +133,17 @@ class Fleet:
         await self._circuits.next_to_come()
 
     async def drained(self, engine_id: str, timeout_s: float) -> bool:
-        """Cordon an engine's server and wait until none of its turns runs; False at the timeout."""
+        """Cordon an engine's server and wait until none of its turns runs; False at the timeout, or if it gets turns
+        again meanwhile.
+        """
         server = self.cordon(engine_id, True)
         try:
             async with asyncio.timeout(timeout_s):
-                while server.num_legs:
+                while server.num_legs and server.is_cordoned:
                     await self._circuits.next_change()
         except TimeoutError:
             return False
-        return True
+        return server.is_cordoned
 
     def get(self, engine_id: str) -> Member:
         """The engine with this id. Raises UnknownEngine."""

@@ -289,6 +289,29 @@ async def test_draining_waits_for_running_turns(site: Site) -> None:
     assert (drained["is_drained"], drained["is_cordoned"]) == (True, True)
 
 
+async def test_an_engine_that_is_uncordoned_while_it_drains_keeps_its_turns(site: Site) -> None:
+    """The drain ends, also one whose caller has given up. It cordoned the engine again once its turns had ended."""
+    (engine,) = (await site.client.get("/v1/engines")).json()["data"]
+    path = f"/v1/engines/{engine['id']}"
+    turn = asyncio.create_task(site.chat("/t/a/v1/chat/completions", **LONG | {"max_tokens": 8000}))
+    await eventually(lambda: engine_runs(site, 1))
+    draining = asyncio.create_task(
+        site.client.post(f"{path}/drain", params={"timeout_s": 600}, headers=ADMIN, timeout=60)
+    )
+
+    async def is_cordoned() -> bool:
+        return bool((await site.client.get(path)).json()["is_cordoned"])
+
+    await eventually(is_cordoned)
+    uncordoned = await site.client.post(f"{path}/uncordon", headers=ADMIN)
+    assert uncordoned.json()["is_cordoned"] is False
+    drained = (await asyncio.wait_for(draining, 60)).json()
+    assert (drained["is_drained"], drained["is_evacuated"], drained["is_cordoned"]) == (False, False, False)
+    await site.client.delete("/v1/trajectories/a")
+    assert (await turn).status_code == 409
+    assert not await is_cordoned()
+
+
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])
 async def test_an_engine_can_be_added_and_removed(site: Site, dialect: Any) -> None:
     """A new engine is probed and takes turns; the turns of a removed one continue on another."""
