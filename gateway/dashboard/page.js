@@ -27,8 +27,10 @@ async function refresh() {
   try {
     const [overview, engines, health] = await Promise.all([ask("v1/overview"), ask("v1/engines"), ask("healthz")]);
     show(overview, engines.data, health);
+    const hadNoKey = !$("key").hidden;
     $("key").hidden = true;
     document.querySelector("main").hidden = false;
+    if (hadNoKey) showLinked();
   } catch (error) {
     const isRefused = error instanceof Refused;
     $("key").hidden = !isRefused;
@@ -230,6 +232,17 @@ function idButton(id) {
 
 // --- one trajectory ----------------------------------------------------------------------------------------------
 
+// The one that the page's address names, if any.
+function showLinked() {
+  let id = location.hash.slice(1);
+  try {
+    id = decodeURIComponent(id);
+  } catch {
+    // Written by hand, with a "%" that stands for itself.
+  }
+  if (id) showOne(id);
+}
+
 async function showOne(id) {
   $("find").querySelector("input").value = id;
   history.replaceState(null, "", `#${encodeURIComponent(id)}`); // so that one can link to it
@@ -296,5 +309,5 @@ $("find").addEventListener("submit", (event) => {
   showOne($("find").querySelector("input").value.trim());
 });
 document.addEventListener("visibilitychange", () => document.hidden || refresh());
-if (location.hash) showOne(decodeURIComponent(location.hash.slice(1)));
+showLinked();
 keepFresh();

@@ -1,15 +1,15 @@
 // Opens the dashboard in jsdom as a person would, and prints what there is to read.
-// Arguments: where jsdom is installed, the gateway's URL, a key.
+// Arguments: where jsdom is installed, the gateway's URL, a key, the end of the page's address ("" or "#" and an id).
 
 import { createRequire } from "node:module";
 
-const [, , home, url, key] = process.argv;
+const [, , home, url, key, link] = process.argv;
 const { JSDOM, VirtualConsole } = createRequire(`${home}/`)("jsdom");
 const faults = [];
 const virtualConsole = new VirtualConsole();
 virtualConsole.on("jsdomError", (error) => faults.push(String(error.detail ?? error)));
 
-const dom = await JSDOM.fromURL(`${url}/`, {
+const dom = await JSDOM.fromURL(`${url}/${link}`, {
   runScripts: "dangerously",
   resources: "usable",
   pretendToBeVisual: true,
@@ -48,6 +48,8 @@ seen.now = Object.fromEntries(all("#now div").map((tile) => [words(tile.querySel
 seen.lately = all("#lately figcaption").map(words);
 seen.numLines = all("#lately polyline").length;
 for (const id of ["rollouts", "engines", "longest"]) seen[id] = rows(id);
+if (link) await until("the trajectory of the link", () => words(document.querySelector("#one")).includes("No trajectory"));
+seen.linked = words(document.querySelector("#one"));
 document.querySelector("#longest button.id").click();
 await until("the trajectory", () => rows("one").length === 1);
 seen.one = { hash: dom.window.location.hash, about: words(document.querySelector("#one p")), turns: rows("one") };

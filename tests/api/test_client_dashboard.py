@@ -14,9 +14,10 @@ KEY = "a-key-of-the-dashboard"
 EVIL = "<script>alert(1)</script>/%2F?#"
 
 
-async def test_a_person_reads_the_dashboard(node_clients: Path) -> None:
+@pytest.mark.parametrize("link", ["", "#50%"], ids=["", "with the link to a trajectory"])
+async def test_a_person_reads_the_dashboard(node_clients: Path, link: str) -> None:
     """It asks for a key, refuses a wrong one, and shows turns, rollouts, engines and one trajectory; names of clients
-    are text.
+    are text, and so is an id in its address that nobody encoded.
     """
     async with running_site(toy(), api_keys=[KEY]) as site:
         site.client.headers["authorization"] = f"Bearer {KEY}"
@@ -28,14 +29,15 @@ async def test_a_person_reads_the_dashboard(node_clients: Path) -> None:
         script = Path(__file__).with_name("dashboard_page.mjs")
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
-            *("node", str(script), str(node_clients), site.url, KEY), stdout=pipe, stderr=pipe
+            *("node", str(script), str(node_clients), site.url, KEY, link), stdout=pipe, stderr=pipe
         )
         out, errors = await asyncio.wait_for(process.communicate(), 90)
         assert process.returncode == 0, errors.decode()
         seen = json.loads(out)
         engine_id = (await site.client.get("/v1/engines")).json()["data"][0]["id"]
     assert seen["faults"] == []
-    assert (seen["url"], seen["styles"]) == (f"{site.url}/dashboard", 1)
+    assert (seen["url"].partition("#")[0], seen["styles"]) == (f"{site.url}/dashboard", 1)
+    assert seen["linked"].partition(":")[0] == ("No trajectory '50%'" if link else "")
     assert seen["isHiddenWithoutKey"]
     assert seen["status"] == "1 of 1 engines ready; policy heddle"
     assert seen["now"] == {
