@@ -30,13 +30,13 @@ from gateway.http.refusals import (
     internal_error,
     method_not_allowed,
     not_found,
-    unknown_model,
     unreadable,
 )
 from gateway.metrics import Metrics
 from gateway.passthrough import PASSTHROUGH_ROUTES
 from gateway.state.driver import Driver
 from gateway.tokens.book import TokenBook
+from gateway.turns.request_reader import lacks_model
 from gateway.turns.turns import TURN_ROUTES
 from store.port import Store
 
@@ -162,7 +162,7 @@ def _add_models(app: FastAPI) -> None:
     async def model(health: _Here, model_id: str) -> dict[str, Any]:
         """One model."""
         if model_id not in health.fleet.models():
-            raise unknown_model(model_id, health.fleet.models())
+            raise lacks_model(health.fleet, model_id)
         return card(health.fleet, model_id)
 
 

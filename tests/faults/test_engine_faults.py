@@ -399,7 +399,8 @@ async def test_a_model_that_an_unseen_engine_may_serve_is_not_said_to_be_unknown
         body = body_of("chat", model="another")
         turn = await client.post(gateway.url + "/v1/chat/completions", json=body)
         passed = await client.post(gateway.url + "/tokenize", json={"model": "another", "prompt": "hello"})
-        for refused in (turn, passed):
+        shown = await client.get(gateway.url + "/v1/models/another")
+        for refused in (turn, passed, shown):
             check_error("other", refused, 503, "no_engine")
             assert refused.headers["x-should-retry"] == "true"
             assert "'another'" in refused.json()["error"]["message"]
