@@ -21,6 +21,7 @@ from gateway.kv.moves import KvMoves
 from gateway.state.driver import Driver
 from gateway.state.eventlog import EventLog
 from gateway.turns.token_apis import token_apis
+from gateway.turns.turn import Turn
 from gateway.turns.turns import TURN_ROUTES
 from scheduling.types import EngineLeaving
 
@@ -108,7 +109,7 @@ class Engines:
 
     def begin_drain(self, engine_id: str) -> None:
         """Cordon an engine's server, and have its turns continue from their tokens elsewhere, once other engines serve
-        its models.
+        their models.
         """
         server = self.fleet.cordon(engine_id, True)
         server.is_draining = True
@@ -133,15 +134,15 @@ class Engines:
         return sum(await asyncio.gather(*(self._kv.settled(member.engine_id, timeout_s) for member in server.members)))
 
     def _send_on(self, server: Server) -> None:
-        """Pause a server's turns if other servers serve its models, so that they continue there.
+        """Pause those of a server's turns whose models other servers serve, so that they continue there.
 
         One that is loading weights counts: turns wait for the end of the load, not the drain for the end of a turn.
         """
-        if all(self.fleet.serving(model.model_id) for model in server.models):
-            engine_ids = {member.engine_id for member in server.members}
-            for turn in self._driver.live_turns():
-                if turn.engine_id in engine_ids:
-                    turn.pause()
+        served = {model.model_id for model in server.models if self.fleet.serving(model.model_id)}
+        engine_ids = {member.engine_id for member in server.members}
+        for turn in self._driver.live_turns():
+            if isinstance(turn, Turn) and turn.engine_id in engine_ids and turn.ask.model in served:
+                turn.pause()
 
     def _begin_moves(self, server: Server) -> None:
         for member in server.members:

@@ -10,7 +10,7 @@ import orjson
 
 from engines.simulated.settings import SimulatedEngineSettings
 from tests.support.engine import RecordedEngine, fixed, recorded_engine
-from tests.support.gateway import eventually, running_gateway
+from tests.support.gateway import ADMIN, eventually, running_gateway
 
 
 @asynccontextmanager
@@ -101,3 +101,26 @@ async def test_an_adapter_takes_as_long_a_context_as_its_model() -> None:
             models = (await client.get("/v1/models")).json()["data"]
     lengths = {model["id"]: model["max_model_len"] for model in models}
     assert lengths == {"adapter": 4096, "orphan": None, "simulated": 4096}
+
+
+async def test_turns_of_a_model_leave_a_draining_engine_that_alone_has_an_adapter() -> None:
+    """Only the adapter's own turns have to end where they run."""
+    slow = SimulatedEngineSettings(speed_up=0.02)
+    long = chat("simulated", 1000) | {"ignore_eos": True}
+    async with recorded_engine(slow) as first, recorded_engine(slow) as second:
+        tell(first, "adapter", "simulated")
+        async with (
+            running_gateway(first.url, second.url, token_legs="auto") as gateway,
+            httpx.AsyncClient(base_url=gateway.url, timeout=60) as client,
+        ):
+            draining, other = [
+                f"/v1/engines/{engine['id']}" for engine in (await client.get("/v1/engines")).json()["data"]
+            ]
+            await client.post(f"{other}/cordon", headers=ADMIN)
+            turn = asyncio.create_task(client.post("/v1/chat/completions", json=long))
+            await eventually(lambda: first.turns)
+            await client.post(f"{other}/uncordon", headers=ADMIN)
+            drained = await client.post(f"{draining}/drain?timeout_s=10", headers=ADMIN)
+            assert drained.json()["is_drained"]
+            await eventually(lambda: second.turns)
+            turn.cancel()
