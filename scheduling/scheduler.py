@@ -235,7 +235,9 @@ class Scheduler:
         kills = False
         if event.broke_off and engine is not None:
             # This one may still be alive, but those before it are known to be lost.
-            kills = len(turn.broken - self.engines.keys()) + 1 >= self.limits.max_killed_engines
+            killed = turn.broken - self.engines.keys()
+            killed.add(engine.spec.engine_id)
+            kills = len(killed) >= self.limits.max_killed_engines
             turn.broken.add(engine.spec.engine_id)
         if wants_retry and not (is_aborted or kills) and turn.num_faults < self.limits.max_attempts:
             pause_s = max(event.retry_after_s or self.limits.retry_pause_s, TICK_S if is_busy else 0.0)

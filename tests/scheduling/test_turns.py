@@ -343,6 +343,18 @@ def test_a_turn_under_which_two_engines_died_goes_to_no_third() -> None:
     assert fleet.fail("a", leg=3, broke_off=True) == [Reject("a", Refusal.ENGINES_KILLED, None)]
 
 
+def test_an_engine_that_broke_off_twice_and_then_died_counts_once() -> None:
+    """It broke off, lived, got the turn again, and died. So one engine is lost, and the turn goes to another one."""
+    fleet = Fleet(limits=Limits(max_attempts=9, retry_pause_s=0))
+    fleet.engine("A")
+    fleet.arrive("a")
+    assert fleet.sent(fleet.fail("a", leg=1, broke_off=True)) == [("a", "A")]
+    fleet.engine("B")
+    fleet.lose("A")
+    assert fleet.sent(fleet.fail("a", leg=2, broke_off=True)) == [("a", "B")]
+    assert fleet.fail("a", leg=3, broke_off=True) == [Reject("a", Refusal.ENGINES_KILLED, None)]
+
+
 def test_engines_that_break_off_and_live_are_tried_as_often_as_others() -> None:
     """Their turn did not kill them."""
     fleet = Fleet(limits=Limits(max_attempts=4, retry_pause_s=0))
