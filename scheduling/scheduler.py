@@ -113,7 +113,7 @@ class Scheduler:
             case TurnFinished():
                 self._turn_finished(event, actions)
             case TurnProgressed():
-                self._turn_progressed(event)
+                self._turn_progressed(event, actions)
             case TurnFailed():
                 self._turn_failed(event, actions)
             case TurnPaused():
@@ -191,7 +191,7 @@ class Scheduler:
         self._turns[turn.turn_id] = trajectory.turns[turn.turn_id] = turn
         self._dispatcher.admit(turn, actions)
 
-    def _turn_progressed(self, event: TurnProgressed) -> None:
+    def _turn_progressed(self, event: TurnProgressed, actions: list[Action]) -> None:
         turn = self._running_turn(event.turn_id, event.leg)
         if turn is None:
             return
@@ -200,7 +200,10 @@ class Scheduler:
         claimed = engine.claims.get(turn.trajectory.trajectory_id)
         if claimed is not None and context > claimed:
             engine.claim(turn.trajectory, context)
+            num_residents = len(engine.claims)
             self._dispatcher.relieve(engine)
+            if len(engine.claims) < num_residents:  # they may leave more room than was lacking
+                self._dispatcher.fill(engine, actions)
 
     def _turn_finished(self, event: TurnFinished, actions: list[Action]) -> None:
         turn = self._running_turn(event.turn_id, event.leg)

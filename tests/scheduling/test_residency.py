@@ -60,6 +60,15 @@ def test_the_least_urgent_idle_resident_leaves_an_outgrown_engine(predicted: flo
         assert fleet.claims("A") == left
 
 
+def test_room_that_a_growing_context_leaves_is_used_at_once() -> None:
+    """One trajectory gives up its claim so that the engine holds what it runs, and it held more than was lacking."""
+    fleet = fleet_with_one_in_tool()
+    fleet.arrive("grows", prompt=10)
+    assert fleet.arrive("waits", prompt=35) == []
+    assert fleet.sent(fleet.progress("grows", 1, 41)) == [("waits", "A")]
+    assert fleet.claims("A") == {"grows": 51, "waits": 35}
+
+
 def test_a_trajectory_without_its_claim_enters_any_engine_with_room() -> None:
     """Its KV is gone from its home, so nothing keeps it there."""
     fleet = fleet_with_one_in_tool()
