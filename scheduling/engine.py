@@ -230,6 +230,12 @@ class Engine:
         self.work.add(remaining, context, p90)
         self._note_claims()
 
+    def restore(self, trajectory: Trajectory) -> None:
+        """Count a resident of an earlier process. Its context is here: nothing is prefilled."""
+        self.claim(trajectory, trajectory.context_tokens)
+        self.uncached_tokens -= self.prefills.pop(trajectory.trajectory_id, 0)
+        self._facts.uncached_tokens = self.uncached_tokens
+
     def release(self, trajectory_id: str) -> None:
         """Stop counting a trajectory's KV and work."""
         self.in_tool.pop(trajectory_id, None)

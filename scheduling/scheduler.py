@@ -394,7 +394,7 @@ class Scheduler:
             if trajectory.home == engine.spec.engine_id and trajectory.state is ACTIVE
         ]
         for trajectory in sorted(residents, key=lambda trajectory: trajectory.last_at):
-            engine.claim(trajectory, trajectory.context_tokens)
+            engine.restore(trajectory)
             if not trajectory.turns:
                 engine.in_tool[trajectory.trajectory_id] = trajectory.last_at
 

@@ -163,6 +163,15 @@ def test_homes_of_an_earlier_process_hold_when_their_engines_report() -> None:
     assert fleet.sent(fleet.arrive("b2", "b")) == [("b2", "B")]
 
 
+def test_contexts_of_an_earlier_process_are_not_prefilled_again() -> None:
+    """They are where they were, so they do not delay a new trajectory on the engine that ends sooner."""
+    fleet = Fleet(records=[record("a", "A", context_tokens=200_000, predicted_tokens=60.0)])
+    fleet.engine("B", slots=4)
+    fleet.arrive("long", predicted=500)
+    fleet.engine("A", slots=4)
+    assert fleet.sent(fleet.arrive("new", predicted=100)) == [("new", "A")]
+
+
 def test_a_turn_that_arrived_before_its_home_goes_there() -> None:
     """It waited because there was no engine. When its home reports, it goes before entrants with later keys."""
     fleet = Fleet(records=[record("a", "A")])
