@@ -387,11 +387,12 @@ class Scheduler:
                 actions.append(Reject(turn.turn_id, Refusal.MODEL_GONE, None))
 
     def _settle_residents(self, engine: Engine) -> None:
-        """Restore an engine's residents: the active trajectories of an earlier process whose home it is."""
+        """Restore an engine's residents: the active trajectories of an earlier process whose home it is. Those without
+        a finished turn have no context there, and enter again."""
         residents = [
             trajectory
             for trajectory in self.trajectories.values()
-            if trajectory.home == engine.spec.engine_id and trajectory.state is ACTIVE
+            if trajectory.home == engine.spec.engine_id and trajectory.state is ACTIVE and trajectory.num_turns
         ]
         for trajectory in sorted(residents, key=lambda trajectory: trajectory.last_at):
             engine.restore(trajectory)

@@ -172,6 +172,15 @@ def test_contexts_of_an_earlier_process_are_not_prefilled_again() -> None:
     assert fleet.sent(fleet.arrive("new", predicted=100)) == [("new", "A")]
 
 
+def test_a_trajectory_whose_first_turn_a_restart_ended_enters_again() -> None:
+    """Its record names a home, but it has no context there. Its prompt counts once for it and its siblings."""
+    fleet = Fleet(records=[record("a", "A", context_tokens=0, output_tokens=0, num_turns=0)])
+    fleet.arrive("a1", "a", prompt=60, group="g")
+    assert fleet.sent(fleet.engine("A", slots=2, kv=100)) == [("a1", "A")]
+    assert fleet.sent(fleet.arrive("sibling", prompt=60, group="g")) == [("sibling", "A")]
+    assert fleet.scheduler.engines["A"].kv_held == 60
+
+
 def test_a_turn_that_arrived_before_its_home_goes_there() -> None:
     """It waited because there was no engine. When its home reports, it goes before entrants with later keys."""
     fleet = Fleet(records=[record("a", "A")])
