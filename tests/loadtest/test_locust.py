@@ -118,15 +118,21 @@ async def test_a_run_whose_server_cannot_be_reached_ends_and_says_so(tmp_path: P
     assert "Traceback" not in output
 
 
-async def test_a_shape_refuses_workers() -> None:
-    """It would not see their agents, and never end."""
-    process = await started("shapes.py", "http://127.0.0.1:1", "--headless", "--master", "--expect-workers", "1")
+async def refused(url: str, *arguments: str) -> bytes:
+    """What a run of shapes says that ends by itself with status 1."""
+    process = await started("shapes.py", url, "--headless", *arguments)
     try:
         output, _ = await asyncio.wait_for(process.communicate(), 60)
     finally:
         if process.returncode is None:
             process.kill()
-    assert process.returncode == 1
+    assert process.returncode == 1, output
+    return output
+
+
+async def test_a_shape_refuses_workers() -> None:
+    """It would not see their agents, and never end."""
+    output = await refused("http://127.0.0.1:1", "--master", "--expect-workers", "1")
     assert b"runs in one process" in output and b"Traceback" not in output, output
 
 
@@ -139,13 +145,7 @@ async def test_a_workload_that_cannot_be_played_ends_the_run_at_its_start(
 ) -> None:
     """Each agent failed with a traceback, again and again, and a rollout waited for them without end."""
     with serve(ToyChat()) as url:
-        process = await started("shapes.py", url, "--headless", "--agents", "2", *arguments)
-        try:
-            output, _ = await asyncio.wait_for(process.communicate(), 60)
-        finally:
-            if process.returncode is None:
-                process.kill()
-    assert process.returncode == 1
+        output = await refused(url, "--agents", "2", *arguments)
     assert message in output and b"Traceback" not in output, output
 
 
