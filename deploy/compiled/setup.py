@@ -20,7 +20,7 @@ COMPILED = {
     "gateway": "front metrics turnlog",
     "gateway/http": "access exchange heartbeat outlet protocol sse",
     "gateway/kv": "contexts",
-    "gateway/messages": "answers beginnings conversations histories identity lazy_object normalised openings "
+    "gateway/messages": "answers beginnings conversations histories identity lazy_object normalised openings plain "
     "prompt_groups stream_contents streams text_only transcripts",
     "gateway/state": "driver ledger",
     "gateway/turns": "arrivals endings hot legs lending outcome progress relay repeats request_reader running turn "

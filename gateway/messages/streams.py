@@ -1,15 +1,10 @@
 """Watches a stream of events as it passes: its end, its usage and its faults.
 
-This runs for every chunk, so bytes are searched first, and JSON is parsed only where a search hit. A quoted name such
-as `"error"` cannot occur within a JSON string, where quotes are escaped. A string that consists of that name alone can,
-and parsing tells the two apart. Events pass as the bytes in which they came, with two exceptions: a finish reason
-outside OpenAI's set is changed, and a usage event that the client did not ask for is removed, while its system
-fingerprint goes back to where it would have been.
+This runs for every chunk, so JSON is parsed only where a search hit (`plain.py`). Events pass as the bytes in which
+they came, with two exceptions: a finish reason outside OpenAI's set is changed, and a usage event that the client did
+not ask for is removed, while its system fingerprint goes back to where it would have been.
 """
 
-import re
-from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import orjson
@@ -30,17 +25,9 @@ from gateway.messages.answers import (
     usage_of_meta,
 )
 from gateway.messages.openings import is_opening
+from gateway.messages.plain import MARKS, plain_event, plain_events
 from gateway.messages.text_only import TextOnlyEvents
 
-_OPENAI_MARKS = re.compile(rb'"(?:error"|usage": ?\{|finish_reason": ?")')
-_MARKS = {
-    "chat": _OPENAI_MARKS,
-    "completions": _OPENAI_MARKS,
-    "messages": re.compile(rb'"(?:error"|message_)'),
-    "responses": re.compile(rb'"(?:error"|response")'),
-    "generate": re.compile(rb'"(?:error"|usage": ?\{|finish_reason": ?["{])'),
-    "other": re.compile(rb'"error"'),
-}
 # An answer cut by its token limit is still an answer, and its client continues from it.
 ENDS_OF_RESPONSES = ("response.completed", "response.incomplete")
 _LAST_OF_RESPONSES = (*ENDS_OF_RESPONSES, "response.failed")
@@ -76,8 +63,8 @@ class StreamReader:
         self._api = api
         self._wants_usage = wants_usage
         self._keep = keep
-        self._search = _MARKS[api].search
-        self._is_plain = _is_plain if _MARKS[api] is _OPENAI_MARKS else self._is_unmarked
+        self._search = MARKS[api].search
+        self._is_plain = plain_event(api)
         self._count_plain = plain_events(api)
         self._text_only = TextOnlyEvents()
         self._anthropic_usage: dict[str, Any] = {}
@@ -108,9 +95,6 @@ class StreamReader:
         if self._keep:
             self.kept.append(piece)
         return True
-
-    def _is_unmarked(self, event: bytes) -> bool:
-        return self._search(event) is None
 
     def read(self, block: bytes) -> bytes:
         """The part of these events that goes to the client: usually the block itself. Cost: 1 us a chunk."""
@@ -283,31 +267,3 @@ class StreamReader:
 def _index_of(choice: dict[str, Any]) -> int:
     index = choice.get("index")
     return index if isinstance(index, int) else 0
-
-
-@cache
-def plain_events(api: Api) -> Callable[[bytes], int]:
-    """A function that counts the events of a text-only block; it returns 0 for any other block, which must be read.
-
-    A block begins where an event does. Cost: 0.5 us for one OpenAI event.
-    """
-    search = _MARKS[api].search
-    is_openai = _MARKS[api] is _OPENAI_MARKS
-
-    def count(block: bytes) -> int:
-        if not block.endswith(b"}\n\n") or not ((is_openai and _is_plain(block)) or search(block) is None):
-            return 0
-        if block.find(b"\n") == len(block) - 2:
-            return int(block.startswith(b"data:"))
-        if block.count(b"\n\n") != block.count(b"}\n\n"):
-            return 0
-        return block.startswith(b"data:") + block.count(b"\ndata:")
-
-    return count
-
-
-def _is_plain(event: bytes) -> bool:
-    # What _OPENAI_MARKS searches for; a regular expression stops at every quote, and these searches do not. Four times
-    # `in` takes four times as long, because it first tries its left side as a number.
-    find = event.find
-    return find(b'"finish_reason":"') + find(b'"error"') + find(b'"usage"') + find(b'"finish_reason": "') == -4

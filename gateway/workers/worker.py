@@ -14,7 +14,7 @@ from collections.abc import Callable
 import httptools
 
 from gateway.http.errors import Api
-from gateway.messages.streams import plain_events
+from gateway.messages.plain import plain_events
 from gateway.messages.text_only import TextOnlyEvents
 from gateway.workers.wire import ORDER_BYTES, Kind, Order, Why, read_order, report
 

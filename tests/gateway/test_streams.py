@@ -1,5 +1,6 @@
 """Streams read in transit: ends, usage, faults, and bytes that stay unchanged."""
 
+import gc
 from itertools import pairwise
 from typing import Any
 
@@ -391,6 +392,20 @@ def test_no_shape_of_event_raises(data: Any, api: Any) -> None:
     reader.read(b"data: " + orjson.dumps(data) + b"\n\n")
     reader.end()
     content_of_stream(api, reader.kept)
+
+
+@pytest.mark.parametrize("api", [*STREAMS, "completions", "generate"])
+def test_a_reader_is_freed_without_a_garbage_collection(api: Any) -> None:
+    """It may keep the whole stream; a reader in a reference cycle would keep that until a full collection."""
+    gc.collect()
+    gc.disable()
+    try:
+        num_before = sum(isinstance(one, StreamReader) for one in gc.get_objects())
+        StreamReader(api, keep=True).read(b'data: {"choices": []}\n\n')
+        num_left = sum(isinstance(one, StreamReader) for one in gc.get_objects())
+    finally:
+        gc.enable()
+    assert num_left == num_before
 
 
 MARKED = ['"error"', '"usage":{', '"usage": {', '"usage"', '"finish_reason":"stop"', '"finish_reason": "stop"']

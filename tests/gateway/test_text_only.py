@@ -6,7 +6,8 @@ import orjson
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.messages.streams import StreamReader, plain_events
+from gateway.messages.plain import plain_events
+from gateway.messages.streams import StreamReader
 from gateway.messages.text_only import TextOnlyEvents
 
 WORDS = [

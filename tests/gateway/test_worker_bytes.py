@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.http.errors import Api
-from gateway.messages.streams import StreamReader, plain_events
+from gateway.messages.plain import plain_events
+from gateway.messages.streams import StreamReader
 from gateway.workers.wire import Kind, Order, Report, Why, order, read_reports, report
 from gateway.workers.worker import Worker
 
