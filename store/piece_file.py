@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from store.port import StoreAway, StoreCorrupt, StoreError
 from store.settings import StoreSettings
-from store.sqlite_file import check_writable
+from store.sqlite_file import check_writable, explained
 
 FORMAT = 1
 
@@ -220,7 +220,7 @@ class PieceFile:
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, work)
         except sqlite3.Error as fault:
-            raise _explained(self._path, fault) from fault
+            raise explained(self._path, fault) from fault
 
 
 def _give_up(written: asyncio.Future[bool]) -> None:
@@ -238,9 +238,3 @@ def _connect(path: Path) -> sqlite3.Connection:
     database.execute("PRAGMA synchronous = NORMAL")
     database.executescript(f"{SCHEMA} PRAGMA user_version = {FORMAT};")
     return database
-
-
-def _explained(path: Path, fault: sqlite3.Error) -> StoreError:
-    if isinstance(fault, sqlite3.OperationalError):
-        return StoreError(f"store {path} cannot be used: {fault}")
-    return StoreCorrupt(f"store {path} is damaged ({fault}); move it away to start empty")
