@@ -54,11 +54,6 @@ class Outlet:
         self._num_following = 0
 
     @property
-    def is_open(self) -> bool:
-        """Whether the status line is out; only comments may have followed it."""
-        return self._head is not None
-
-    @property
     def is_full(self) -> bool:
         """Whether to drain before sending more."""
         return self._client is not None and self._client.is_full
