@@ -29,7 +29,8 @@ class Context:
     Args:
         engine_id: where its last leg ran.
         num_tokens: prompt and output of its last finished turn.
-        path, body: its last request; `body` is None if its tokens are in the book, or if it was dropped.
+        path, body: its last request; `body` is None until it has been answered, if its tokens are in the book, or if it
+            was dropped.
         cache_salt: the client's own; the engine finds its KV only with it.
         tier: the KV tier in which its last turn's engine also keeps it for others; "" if there is none.
         version: of the weights that its KV there was computed with.
@@ -77,13 +78,14 @@ class Contexts:
             context.engine_id, context.tier = engine_id, self._tier(engine_id)
             context.version = _version(turn)
         else:
-            self._contexts[turn.ask.trajectory_id] = self._new(turn, engine_id, 0, is_kept=True)
+            self._contexts[turn.ask.trajectory_id] = self._new(turn, engine_id, 0, None)
 
     def finished(self, turn: Turn, engine_id: str, num_tokens: int) -> None:
         """A turn finished there; a request whose tokens the book keeps is not kept here."""
         trajectory_id = turn.ask.trajectory_id
         self._num_bytes -= self._with_body.pop(trajectory_id, 0)
-        context = self._new(turn, engine_id, num_tokens, is_kept=bool(turn.choices) and turn.ask.keeps_tokens)
+        body = None if turn.choices and turn.ask.keeps_tokens else turn.ask.body
+        context = self._new(turn, engine_id, num_tokens, body)
         self._contexts[trajectory_id] = context
         if context.body is not None:
             self._with_body[trajectory_id] = len(context.body)
@@ -131,10 +133,9 @@ class Contexts:
         last = max(turns.values(), key=lambda turn: turn.ended_at, default=None)
         return all_ids(chain(turns, last)) if last is not None else None
 
-    def _new(self, turn: Turn, engine_id: str, num_tokens: int, is_kept: bool) -> Context:
+    def _new(self, turn: Turn, engine_id: str, num_tokens: int, body: bytes | None) -> Context:
         ask = turn.ask
         salt = ask.request.get("cache_salt")
-        body = None if is_kept else ask.body
         return Context(  # by position, as everything that is made at every turn
             engine_id,
             num_tokens,
