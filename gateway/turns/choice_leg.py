@@ -122,10 +122,10 @@ class ChoiceLeg:
         response = await self._asked()
         try:
             if response.status != 200:
-                failure = refused_by(response, await response.body(2**20, self._timeout_s))
-                if failure.error.is_clients_fault and not turn.num_chunks and not turn.outlet.has_begun:
+                error = engine_error(response.status, await response.body(2**20, self._timeout_s))
+                if error.is_clients_fault and not turn.num_chunks and not turn.outlet.has_begun:
                     raise RefusedTokens
-                raise failure
+                raise refused_by(response, error)
             await self._read(response, lambda: self._place.member.server.weight_version)
             response.release()
         finally:

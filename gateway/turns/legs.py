@@ -30,7 +30,7 @@ from gateway.state.driver import Driver
 from gateway.tokens.book import TokenBook
 from gateway.turns.kept_tokens import KeptTokens
 from gateway.turns.lending import Lending
-from gateway.turns.outcome import LegFailed, Outcome, Stopped, failed_leg, pause_asked_for, refused_leg
+from gateway.turns.outcome import LegFailed, Outcome, Stopped, failed_leg, refused_by, refused_leg
 from gateway.turns.relay import Relay
 from gateway.turns.token_legs import TokenLegs, may_take_tokens
 from gateway.turns.turn import Turn
@@ -224,19 +224,15 @@ class Legs:
         if turn.ask.wants_stream and response.status == 200:
             return await self._relay(turn, member, response, relay)
         body = await response.body(self._settings.max_answer_bytes, self._settings.silence_timeout_s)
-        try:
-            return self.whole(turn, response, body)
-        except LegFailed as failure:
-            failure.retry_after_s = pause_asked_for(response.headers)
-            raise
+        return self.whole(turn, response, body)
 
     def whole(self, turn: Turn, response: Response, body: bytes) -> Outcome:
         """What a whole answer with this body means. Raises LegFailed, with nothing changed."""
         if response.status != 200:
-            raise refused_leg(engine_error(response.status, body))
+            raise refused_by(response, engine_error(response.status, body))
         answer = read_answer(turn.ask.api, body, may_be_cut=response.ends_at_eof)
         if answer.error is not None:
-            raise refused_leg(answer.error)
+            raise refused_by(response, answer.error)
         turn.usage, turn.finish_reason = answer.usage, answer.finish_reason
         self._note_first_byte(turn)
         api, outlet = turn.ask.api, turn.outlet

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from engines.http import AnswerTooLarge, ConnectionBroken, NoMoreConnections, Response, ResponseTimeout
-from gateway.http.errors import ApiError, api_error, engine_error
+from gateway.http.errors import ApiError, api_error
 from scheduling.types import Fault
 
 # An engine that asks for more is tried again after this: a proxy in front of it may send any value.
@@ -62,17 +62,14 @@ def refused_leg(error: ApiError) -> LegFailed:
     return LegFailed(Fault.REQUEST if error.is_clients_fault else Fault.ENGINE, error)
 
 
-def refused_by(response: Response, body: bytes) -> LegFailed:
-    """The same for a response whose status is not 200, with the pause that it asks for."""
-    failure = refused_leg(engine_error(response.status, body))
-    failure.retry_after_s = pause_asked_for(response.headers)
+def refused_by(response: Response, error: ApiError) -> LegFailed:
+    """The same for an error that is a whole answer, with the pause that it asks for; dates (RFC 9110, 10.2.3) are not
+    read.
+    """
+    failure = refused_leg(error)
+    pause = response.headers.get(b"retry-after", b"")
+    failure.retry_after_s = min(float(pause), _LONGEST_PAUSE_S) if pause.isdigit() else None
     return failure
-
-
-def pause_asked_for(headers: dict[bytes, bytes]) -> float | None:
-    """How long an engine asks to be left alone, in seconds; dates (RFC 9110, 10.2.3) are not read."""
-    value = headers.get(b"retry-after", b"")
-    return min(float(value), _LONGEST_PAUSE_S) if value.isdigit() else None
 
 
 def failed_leg(error: Exception) -> LegFailed:

@@ -17,7 +17,7 @@ from engines.upstream import TooDeep
 from gateway.clock import Clock
 from gateway.config import Settings
 from gateway.fleet.member import Member
-from gateway.http.errors import api_error
+from gateway.http.errors import api_error, engine_error
 from gateway.messages.answers import Usage
 from gateway.messages.histories import Histories
 from gateway.messages.lazy_object import BrokenValue
@@ -106,7 +106,7 @@ class TokenLegs:
 
     Args:
         book: the tokens of earlier turns, which are spliced into later ones.
-        note_first_byte, note_progress: as in `Legs`.
+        note_first_byte, note_progress: as in `Relay`.
         kept_tokens: what running turns have made, in case this process ends.
     """
 
@@ -223,7 +223,7 @@ class TokenLegs:
             if response.status != 200:
                 if 400 <= response.status < 500 and response.status != 429:
                     return None  # The engine's own route reports it in its own words.
-                raise refused_by(response, body)
+                raise refused_by(response, engine_error(response.status, body))
         num_calls = history.num_calls if history is not None else None
         rendered = routes.rendered(ask.path, ask.request, body, num_calls)
         return None if rendered is None or (rendered.needs_parser and not _can_be_parsed(ask, rendered)) else rendered
