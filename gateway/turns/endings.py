@@ -151,8 +151,6 @@ class Endings:
             await rest
         except ClientLeft:
             return
-        except asyncio.CancelledError:
-            raise
         except Exception as error:
             self.tell(error, outlet, request_id)
         with suppress(asyncio.CancelledError):  # uvicorn's, when its shutdown timeout ends: all is written

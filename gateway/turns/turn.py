@@ -30,12 +30,12 @@ class Turn:
         priority: what its last leg's engine was given; lower is earlier.
         engine_id: where its leg runs; "" while none does.
         last_engine_id: where its last leg ran, which may be elsewhere than the scheduler chose; "" if none did.
+        kv_by: how its KV reached that engine; "" if it was there already.
         choices: its choices, if it is served at token level; one, unless the client wants more.
         made_before: what an earlier process made of them.
         versions_before: of the weights that made this, or what a leg of that process has been making since.
         written_as: the name under which its tokens are written down while it runs; it begins with the time of the turn
             that first had it, so the newest is the greatest. "" until the first are.
-        kv_by: how its KV reached that engine; "" if it was there already.
         versions: of the weights that the engine of its last leg had during it.
         stale_version: the version among these, or among its trajectory's, that is so old that its leg is being stopped;
             None if none is.
