@@ -142,14 +142,14 @@ class _HotTurn:
         if num_pieces != self._num_pieces:
             self._num_pieces, self._since = num_pieces, now
         limit_s = settings.turn_timeout_s if turn.first_byte_at is None else settings.silence_timeout_s
-        if self._lent is not None:
-            if now - self._since > limit_s:
-                self._lent.recall()
-        elif now - self._since > limit_s:
+        if now - self._since <= limit_s:
+            if self._response.has_begun and not turn.ask.wants_stream:
+                self.hand_over()  # it comes in pieces with pauses between them, which have a timeout of their own
+        elif self._lent is not None:
+            self._lent.recall()
+        else:
             what = "no answer within" if turn.first_byte_at is None else "no byte for"
             self._response.break_off(ResponseTimeout(f"{what} {limit_s:g} s"))
-        elif self._response.has_begun and not turn.ask.wants_stream:
-            self.hand_over()  # it comes in pieces with pauses between them, which have a timeout of their own
 
     def _release(self) -> None:
         self._is_released = True
@@ -181,11 +181,9 @@ class _HotTurn:
 
     def _whole(self) -> None:
         turn, response = self._turn, self._response
-        if turn.ask.wants_stream:
-            self.hand_over()  # a stream that ended before its end mark, or an error in its place
-            return
         body = response.so_far()
-        if len(body) > self._hot.max_answer_bytes:
+        # A stream that is complete has ended before its end mark, or an error has come in its place.
+        if turn.ask.wants_stream or len(body) > self._hot.max_answer_bytes:
             self.hand_over()
             return
         try:
