@@ -14,6 +14,7 @@ import os
 import socket
 import stat
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +29,7 @@ from engines.tokens import TokenRoutes
 from engines.upstream import Upstream
 from gateway.config import Settings
 from gateway.descriptors import DescriptorStore
-from gateway.fleet.fleet import Fleet
+from gateway.fleet.fleet import Fleet, UnknownEngine
 from gateway.fleet.member import Member
 from gateway.fleet.server import EngineState
 from gateway.tokens.turn_tokens import VersionSpan
@@ -132,12 +133,11 @@ class KeptLegs:
         engine_id = self._engines.pop(turn.turn_id, None)
         if engine_id is None:
             return dispatch
-        is_running = any(leg.is_open() for leg in self._claimed[turn.turn_id].values())
-        for member in self._fleet.members():
-            is_known = member.server.dialect is not None and member.server.dialect.tokens is not None
-            if member.engine_id == engine_id and (
-                member.server.state is EngineState.READY or (is_known and is_running)
-            ):
+        with suppress(UnknownEngine):
+            server = self._fleet.get(engine_id).server
+            is_known = server.dialect is not None and server.dialect.tokens is not None
+            is_running = any(leg.is_open() for leg in self._claimed[turn.turn_id].values())
+            if server.state is EngineState.READY or (is_known and is_running):
                 return replace(dispatch, engine_id=engine_id)
         return dispatch
 
