@@ -11,13 +11,14 @@ searched whole.
 import secrets
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import NamedTuple, Protocol, Self
+from typing import NamedTuple
 
 import numpy as np
 from msgspec import Raw
 from xxhash import xxh3_128_hexdigest
 
 from gateway.messages.lazy_object import Growth, LazyObject, Members, members_of
+from gateway.messages.transcripts import Hasher
 
 _CONVERSATIONS = ("messages", "input")
 # Stands for the list in what follows a beginning. No client can know it, so no member has the same name.
@@ -27,14 +28,6 @@ _NUM_OPENED = len(b"[0")
 _BRACKET, _BRACE = b"[}"
 # Branches of a trajectory, or siblings that name none, of which the most recent are known.
 _MAX_BRANCHES = 64
-
-
-class _Hasher(Protocol):
-    def update(self, data: memoryview, /) -> None: ...
-
-    def copy(self) -> Self: ...
-
-    def digest(self) -> bytes: ...
 
 
 class Beginning(NamedTuple):
@@ -63,7 +56,7 @@ class Beginnings:
         limit: beginnings kept, some 500 bytes each.
     """
 
-    def __init__(self, new_hasher: Callable[[], _Hasher], limit: int) -> None:
+    def __init__(self, new_hasher: Callable[[], Hasher], limit: int) -> None:
         self._new_hasher = new_hasher
         self._limit = limit
         self._num = 0

@@ -22,12 +22,9 @@ Bounded: the least recently used trajectory is forgotten first. Only the link is
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gateway.messages.transcripts import DIGEST_LENGTH, History, prompt_of, spelled, whole_answer, whole_text
-
-if TYPE_CHECKING:
-    from hashlib import _Hash
+from gateway.messages.transcripts import DIGEST_LENGTH, Hasher, History, prompt_of, spelled, whole_answer, whole_text
 
 # Begins the digest of an answer's calls without its text.
 _OF_CALLS = "?"
@@ -253,7 +250,7 @@ def _key_of_text(text: bytes) -> str:
     return _text_key(hasher.hexdigest()[:DIGEST_LENGTH], hasher, text[whole_blocks:])
 
 
-def _text_key(blocks: str, hasher: "_Hash", rest: bytes) -> str:
+def _text_key(blocks: str, hasher: Hasher, rest: bytes) -> str:
     """Digest of the whole blocks, length of the rest, digest of all: enough to find it again in one pass."""
     whole = hasher.copy()
     whole.update(rest)
