@@ -8,13 +8,14 @@ from fastapi import FastAPI, Header, Query, Response
 from fastapi.responses import StreamingResponse
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from gateway.api.given import storable
 from gateway.api.parts import part
-from gateway.api.trajectories import entries_of, storable
+from gateway.api.trajectories import entries_of, entry_of
 from gateway.config import Settings
-from gateway.http.refusals import not_acceptable, store_away, unknown_trajectory
+from gateway.http.refusals import not_acceptable, store_away
 from gateway.passes import Passes
 from gateway.state import ledger as ledgers
-from gateway.state.ledger import Entry, Ledger
+from gateway.state.ledger import Ledger
 from gateway.tokens.book import TokenBook
 from gateway.tokens.branches import tree
 from gateway.tokens.export import jsonl, parquet
@@ -49,7 +50,7 @@ class Tokens:
 
     async def tree(self, trajectory_id: str) -> bytes:
         """All turns of a trajectory, as JSON. Raises Refused (404, 503)."""
-        entry = self._entry(trajectory_id)
+        entry = entry_of(trajectory_id, self._ledger)
         try:
             turns = await self._book.turns(trajectory_id)
         except StoreError as error:
@@ -60,7 +61,7 @@ class Tokens:
         """Keep a reward, of which the last one counts, and show its trajectory once the record has it. Raises Refused
         (404).
         """
-        entry = self._entry(trajectory_id)
+        entry = entry_of(trajectory_id, self._ledger)
         self._ledger.rewarded(trajectory_id, reward.model_dump())
         shown = ledgers.as_json(entry)
         await self._store.settle(self._settings.settle_timeout_s)
@@ -79,12 +80,6 @@ class Tokens:
             raise not_acceptable(
                 "The gateway needs pyarrow to write Parquet: pip install pyarrow. JSONL works without it."
             ) from None
-
-    def _entry(self, trajectory_id: str) -> Entry:
-        entry = self._ledger.get(trajectory_id)
-        if entry is None:
-            raise unknown_trajectory(trajectory_id)
-        return entry
 
 
 _Here = Annotated[Tokens, part(Tokens)]

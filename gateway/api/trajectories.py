@@ -14,6 +14,7 @@ from fastapi import FastAPI, Query, Request, Response
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 
 from engines.validation_errors import numbers
+from gateway.api.given import Id, storable
 from gateway.api.parts import part
 from gateway.clock import Clock
 from gateway.config import Settings
@@ -38,34 +39,6 @@ from store.port import Store
 MAX_PAGE = 1000
 # Trajectories for which turns wait: some 2 ms to find or to write them, or to abort them while their turns run.
 _NUM_FOUND, _NUM_WRITTEN, _NUM_ABORTED = 5_000, 250, 20
-# What a client sent is shown within lists and records: JSON nested to the encoder's limit broke all of them.
-_LEVELS_ABOVE = 50
-
-
-def printable(text: str) -> str:
-    """An id in the form that turns may have. Raises ValueError."""
-    if not (text.isascii() and text.isprintable()) or text != text.strip():
-        raise ValueError(f"must be printable ASCII, without spaces at its ends, not {text[:100]!r}")
-    return text
-
-
-_Id = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(printable)]
-
-
-def storable(given: dict[str, Any]) -> dict[str, Any]:
-    """Accept JSON that a store can hold; FastAPI also reads numbers, strings and depths that none can. Raises
-    ValueError.
-    """
-    shown: Any = given
-    for _ in range(_LEVELS_ABOVE):
-        shown = [shown]
-    try:
-        written = orjson.dumps(shown)
-    except orjson.JSONEncodeError as error:
-        raise ValueError(str(error)) from None
-    if orjson.loads(written) != shown:  # they are written as null
-        raise ValueError("must hold neither NaN nor Infinity, which JSON does not have")
-    return given
 
 
 class Declaration(BaseModel):
@@ -74,9 +47,9 @@ class Declaration(BaseModel):
     model_config = ConfigDict(extra="forbid")
     _numbers = field_validator("*", mode="before")(classmethod(numbers))
 
-    id: _Id | None = None
+    id: Id | None = None
     group_id: Annotated[str, Field(max_length=256)] = ""
-    rollout_id: _Id | None = None
+    rollout_id: Id | None = None
     expected_output_tokens: Annotated[int | None, Field(ge=1, le=2**31)] = None
     metadata: Annotated[dict[str, Any], AfterValidator(storable)] = {}
 
@@ -121,12 +94,10 @@ class Trajectories:
         self._ledger.declare(trajectory_id, declared if keeps_tokens else declared | {"tokens": "none"})
         return await self._recorded(trajectory_id)
 
-    def entry(self, trajectory_id: str) -> Entry:
-        """The entry of a trajectory. Raises Refused (404)."""
-        entry = self._ledger.get(trajectory_id)
-        if entry is None:
-            raise unknown_trajectory(trajectory_id)
-        return entry
+    def view(self, trajectory_id: str) -> dict[str, Any]:
+        """A trajectory with its turns. Raises Refused (404)."""
+        entry = entry_of(trajectory_id, self._ledger)
+        return {**ledgers.as_json(entry), "turns": list(entry.turns), "live_turns": self._live_turns(trajectory_id)}
 
     async def close(self, trajectory_id: str, abort: bool) -> dict[str, Any]:
         """Finish a trajectory, or abort it with its turns, and show it. Repeating it changes nothing.
@@ -134,7 +105,7 @@ class Trajectories:
         Raises:
             Refused: 404.
         """
-        self.entry(trajectory_id)
+        entry_of(trajectory_id, self._ledger)
         self._driver.post(TrajectoryClosed(self._clock(), trajectory_id, abort))
         return await self._recorded(trajectory_id)
 
@@ -175,7 +146,7 @@ class Trajectories:
         }
         return orjson.dumps(page)
 
-    def live_turns(self, trajectory_id: str) -> list[dict[str, Any]]:
+    def _live_turns(self, trajectory_id: str) -> list[dict[str, Any]]:
         """The turns of a trajectory that wait or run."""
         now = self._clock()
         return [
@@ -226,9 +197,17 @@ class Trajectories:
 
     async def _recorded(self, trajectory_id: str) -> dict[str, Any]:
         """A trajectory as it is now, once the record has that: what a client was told outlives this process."""
-        shown = ledgers.as_json(self.entry(trajectory_id))
+        shown = ledgers.as_json(entry_of(trajectory_id, self._ledger))
         await self._store.settle(self._settings.settle_timeout_s)
         return shown
+
+
+def entry_of(trajectory_id: str, ledger: Ledger) -> Entry:
+    """The entry of a trajectory. Raises Refused (404)."""
+    entry = ledger.get(trajectory_id)
+    if entry is None:
+        raise unknown_trajectory(trajectory_id)
+    return entry
 
 
 async def entries_of(rollout_id: str, ledger: Ledger, passes: Passes) -> list[Entry]:
@@ -278,12 +257,7 @@ def add_trajectories(app: FastAPI) -> None:
     async def trajectory(trajectories: _Here, trajectory_id: str, request: Request) -> dict[str, Any]:
         """One trajectory with its turns: times, tokens, engine, priority, and why."""
         with _wrong_method(request, trajectory_id, *_POSTED):
-            entry = trajectories.entry(trajectory_id)
-        return {
-            **ledgers.as_json(entry),
-            "turns": list(entry.turns),
-            "live_turns": trajectories.live_turns(trajectory_id),
-        }
+            return trajectories.view(trajectory_id)
 
     @app.post("/v1/trajectories/{trajectory_id:path}/finish", tags=["trajectories"])
     async def finish(trajectories: _Here, trajectory_id: str) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from fastapi.responses import JSONResponse
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from engines.weights import NewWeights, UpdateMode
+from gateway.api.given import storable
 from gateway.api.parts import NEED_ADMIN, part
-from gateway.api.trajectories import storable
 from gateway.http.errors import api_error
 from gateway.weights.updates import Update, WeightUpdates
 
