@@ -40,10 +40,8 @@ class Histories:
         Args:
             within: the trajectory, if histories are compared within one only.
         """
-        growth = request.growth if isinstance(request, LazyObject) else None
-        if growth is None:
+        if not isinstance(request, LazyObject) or (growth := request.growth) is None:
             return History(request, self._new_hasher())
-        assert isinstance(request, LazyObject)
         preamble = self._new_hasher()  # which may follow the messages in the body
         preamble.update(b"%b,%b" % (request.raw("system"), request.raw("instructions")))
         about = within, growth.name, preamble.hexdigest()
