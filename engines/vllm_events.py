@@ -73,6 +73,7 @@ def piece_of_numbers(data: bytes) -> Piece:
 
 
 def whole_piece(data: bytes) -> Piece:
+    """A piece with the whole entries of the log-probabilities. Raises ErrorEvent, ValueError, KeyError or TypeError."""
     return _piece(parsed(data))
 
 

@@ -162,6 +162,7 @@ def content_of(api: Api, body: bytes) -> Content:
 
 
 def content_of_parsed(api: Api, parsed: Any) -> Content:
+    """The same from a body that is parsed already."""
     if api == "generate" and isinstance(parsed, list) and parsed:
         parsed = parsed[0]
     if not isinstance(parsed, dict):

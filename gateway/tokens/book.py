@@ -127,12 +127,12 @@ class TokenBook:
         self._hold(trajectory_id, turn_id)
         await self.ready(trajectory_id)
 
-    def release(self, trajectory_id: str, turn_id: object) -> None:
-        """This turn needs the trajectory in memory no longer, if it ever did."""
+    def release(self, trajectory_id: str, holder: object) -> None:
+        """This turn, or whoever holds the trajectory in memory, needs it there no longer, if it ever did."""
         holders = self._held.get(trajectory_id)
         if holders is None:
             return
-        holders.discard(turn_id)
+        holders.discard(holder)
         if not holders:
             del self._held[trajectory_id]
             shelf = self._shelves.get(trajectory_id)

@@ -25,6 +25,7 @@ class TokenRelay:
         version: gives the current version of the engine's weights.
         outlet: where to tell the client as tokens come; None for an answer that is told whole.
         note: called when tokens have come, with whether some are told now.
+        now: gives the time in seconds, by which a parsed answer's parts are due.
 
     Attributes:
         has_begun: a first event has come.
