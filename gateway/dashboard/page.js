@@ -256,15 +256,19 @@ async function showOne(id) {
   $("one").scrollIntoView?.({ behavior: "smooth", block: "nearest" });
 }
 
+const hasFinished = (turn) => turn.outcome === "finished";
+
 function trajectoryView(one) {
   const about = [
     one.state, one.rollout_id && `rollout ${one.rollout_id}`, one.home && `home ${one.home}`,
     `${count(one.output_tokens)} tokens made`, `${short(one.predicted_tokens)} predicted in all`,
     `context ${count(one.context_tokens)}`,
   ];
-  const rows = one.turns.map((turn, index) => [
-    count(one.num_turns - one.turns.length + index + 1),
-    text(make("span", { class: turn.outcome === "finished" ? "" : "bad", title: turn.error?.message ?? "" }, turn.outcome)),
+  // Only finished turns count as turns of the trajectory, and the oldest may have left its history.
+  let number = one.num_turns - one.turns.filter(hasFinished).length;
+  const rows = one.turns.map((turn) => [
+    hasFinished(turn) ? count((number += 1)) : "",
+    text(make("span", { class: hasFinished(turn) ? "" : "bad", title: turn.error?.message ?? "" }, turn.outcome)),
     text(turn.engine), text(turn.why),
     duration(turn.queued_s ?? 0), duration(turn.ended_at - turn.arrived_at),
     count(turn.prompt_tokens), count(turn.cached_tokens), count(turn.output_tokens), count(turn.legs),
@@ -281,7 +285,9 @@ function trajectoryView(one) {
 // When its turns waited and ran, on the engines one under the other; between them, tools did.
 function turnsPicture(turns) {
   const engines = [...new Set(turns.map((turn) => turn.engine))];
-  const [began, ended] = [turns[0].arrived_at, Math.max(...turns.map((turn) => turn.ended_at))];
+  // They are in the order of their ends: the first to end may have begun beside an older one.
+  const began = Math.min(...turns.map((turn) => turn.arrived_at));
+  const ended = Math.max(...turns.map((turn) => turn.ended_at));
   const x = (at) => 20 + (75 * (at - began)) / (ended - began || 1);
   const row = (engine) => 2 + 16 * engines.indexOf(engine);
   const span = (kind, turn, from, to) =>

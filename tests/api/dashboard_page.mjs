@@ -1,35 +1,10 @@
 // Opens the dashboard in jsdom as a person would, and prints what there is to read.
 // Arguments: where jsdom is installed, the gateway's URL, a key, the end of the page's address ("" or "#" and an id).
 
-import { createRequire } from "node:module";
+import { open, words } from "./dashboard_open.mjs";
 
 const [, , home, url, key, link] = process.argv;
-const { JSDOM, VirtualConsole } = createRequire(`${home}/`)("jsdom");
-const faults = [];
-const virtualConsole = new VirtualConsole();
-virtualConsole.on("jsdomError", (error) => faults.push(String(error.detail ?? error)));
-
-const dom = await JSDOM.fromURL(`${url}/${link}`, {
-  runScripts: "dangerously",
-  resources: "usable",
-  pretendToBeVisual: true,
-  virtualConsole,
-  beforeParse(window) {
-    window.fetch = (path, options) => fetch(new URL(path, window.location), options);
-  },
-});
-const { document } = dom.window;
-const all = (selector) => [...document.querySelectorAll(selector)];
-const words = (element) => element.textContent.replace(/\s+/g, " ").trim();
-const rows = (id) => all(`#${id} tbody tr`).map((row) => [...row.cells].map(words));
-
-async function until(what, holds) {
-  const deadline = Date.now() + 20_000;
-  while (!holds()) {
-    if (Date.now() > deadline) throw new Error(`${what} did not come; ${faults}; ${words(document.body)}`);
-    await new Promise((resolve) => setTimeout(resolve, 10));
-  }
-}
+const { dom, document, faults, all, rows, until } = await open(home, url, link);
 
 function enter(form, text) {
   document.querySelector(`#${form} input`).value = text;

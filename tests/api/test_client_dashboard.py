@@ -3,15 +3,28 @@
 import asyncio
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.api.conftest import running_site, toy
+from tests.api.conftest import Site, running_site, toy
+from tests.support.gateway import eventually
 
 pytestmark = pytest.mark.npm
 KEY = "a-key-of-the-dashboard"
 # A trajectory may have any name: this one must be shown, not run.
 EVIL = "<script>alert(1)</script>/%2F?#"
+
+
+async def read_by(script: str, *arguments: Path | str) -> dict[str, Any]:
+    """What a script beside this file reads in the dashboard."""
+    pipe = asyncio.subprocess.PIPE
+    command = ("node", str(Path(__file__).with_name(script)), *map(str, arguments))
+    process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe)
+    out, errors = await asyncio.wait_for(process.communicate(), 90)
+    assert process.returncode == 0, errors.decode()
+    read: dict[str, Any] = json.loads(out)
+    return read
 
 
 @pytest.mark.parametrize("link", ["", "#50%"], ids=["", "with the link to a trajectory"])
@@ -26,14 +39,7 @@ async def test_a_person_reads_the_dashboard(node_clients: Path, link: str) -> No
             assert answer.status_code == 200, answer.text
         await site.chat("/t/done/v1/chat/completions")
         await site.client.post("/v1/trajectories/done/finish")
-        script = Path(__file__).with_name("dashboard_page.mjs")
-        pipe = asyncio.subprocess.PIPE
-        process = await asyncio.create_subprocess_exec(
-            *("node", str(script), str(node_clients), site.url, KEY, link), stdout=pipe, stderr=pipe
-        )
-        out, errors = await asyncio.wait_for(process.communicate(), 90)
-        assert process.returncode == 0, errors.decode()
-        seen = json.loads(out)
+        seen = await read_by("dashboard_page.mjs", node_clients, site.url, KEY, link)
         engine_id = (await site.client.get("/v1/engines")).json()["data"][0]["id"]
     assert seen["faults"] == []
     assert (seen["url"].partition("#")[0], seen["styles"]) == (f"{site.url}/dashboard", 1)
@@ -57,3 +63,29 @@ async def test_a_person_reads_the_dashboard(node_clients: Path, link: str) -> No
     assert seen["one"]["spans"] == ["waiting", "running"]
     assert "no/such one" in seen["unknown"]
     assert seen["injected"] == 1
+
+
+async def test_a_person_reads_turns_beside_each_other_and_one_that_was_refused(site: Site, node_clients: Path) -> None:
+    """Finished turns are numbered from 1, others not at all; and a turn is drawn to the right of the engines' names,
+    also if it began before the first one to end.
+    """
+
+    async def runs() -> bool:
+        shown = await site.client.get("/v1/trajectories/agents")
+        return shown.status_code == 200 and any(turn["state"] == "running" for turn in shown.json()["live_turns"])
+
+    path = "/t/agents/v1/chat/completions"
+    older = asyncio.create_task(site.chat(path, max_tokens=500, ignore_eos=True))
+    await eventually(runs)
+    newer = await site.chat(path, messages=[{"role": "user", "content": "Something else"}])
+    assert (newer.status_code, (await older).status_code) == (200, 200)
+    await site.client.delete("/v1/trajectories/agents")
+    assert (await site.chat(path)).status_code == 409
+    turns = (await site.trajectory("agents"))["turns"]
+    assert turns[0]["arrived_at"] > turns[1]["arrived_at"], "the newer one ends first"
+    seen = await read_by("dashboard_trajectory.mjs", node_clients, site.url, "agents")
+    assert seen["faults"] == []
+    assert [turn[:2] for turn in seen["turns"]] == [["1", "finished"], ["2", "finished"], ["", "refused"]]
+    assert len(seen["spans"]) == 6
+    for x, width in seen["spans"]:
+        assert x >= 20 and x + width <= 95.2, seen["spans"]
