@@ -14,7 +14,6 @@ from gateway.api.dashboard import PAGE_PATHS
 from gateway.config import Settings
 from gateway.http.access import Access
 from gateway.http.client import Client, ClientLeft, Receive, Send
-from gateway.http.errors import Api
 from gateway.http.exchange import Exchange, client_of
 from gateway.http.outlet import Outlet
 from gateway.http.refusals import (
@@ -77,26 +76,22 @@ class Front:
             if path.startswith(("/t/", "/sessions/")):
                 path = unquote(strip_identity_path(scope["raw_path"].decode("latin-1"))[1])
         except IdentityError as error:
-            await self._refuse(client, "other", bad_request(str(error), code="bad_identity"))
+            behind_id = unquote("/" + scope["raw_path"].decode("latin-1").split("/", 3)[3])
+            await self._refuse(client, behind_id, bad_request(str(error), code="bad_identity"))
             return
-        api = TURN_ROUTES.get(path) or PASSTHROUGH_ROUTES.get(path) or "other"
         try:
-            await self._serve(scope, client, path, api, receive, send)
+            await self._serve(scope, client, path, receive, send)
         except ClientLeft:
             return
         except Refused as refused:
-            if path in TURN_ROUTES:
-                self._metrics.refused.labels(str(refused.error.status)).inc()
-            await self._refuse(client, api, refused)
+            await self._refuse(client, path, refused)
         except asyncio.CancelledError:
             # Uvicorn's, when its shutdown timeout ends; turns that run tell their clients themselves.
             if not isinstance(client, Exchange) or client.response_started:
                 raise
-            await self._refuse(client, api, shutting_down())
+            await self._refuse(client, path, shutting_down())
 
-    async def _serve(
-        self, scope: dict[str, Any], client: Client, path: str, api: Api, receive: Receive, send: Send
-    ) -> None:
+    async def _serve(self, scope: dict[str, Any], client: Client, path: str, receive: Receive, send: Send) -> None:
         """Answer one request. Raises Refused, or ClientLeft."""
         if self._is_head_too_large(scope):
             raise headers_too_large(self._settings.max_header_bytes)
@@ -107,7 +102,7 @@ class Front:
             if path in TURN_ROUTES:
                 await self._turns.serve(client, path, key)
             else:
-                await self._pass(client, path, api)
+                await self._pass(client, path)
             return
         receive = await self._read(client, receive)
         request_id = os.urandom(16).hex()
@@ -161,9 +156,9 @@ class Front:
 
         return read_or_receive
 
-    async def _pass(self, client: Client, path: str, api: Api) -> None:
+    async def _pass(self, client: Client, path: str) -> None:
         request_id = os.urandom(16).hex()
-        outlet = Outlet(client, api, request_id, keeps=False, max_kept_bytes=0)
+        outlet = Outlet(client, PASSTHROUGH_ROUTES[path], request_id, keeps=False, max_kept_bytes=0)
         try:
             await self._passthrough.serve(client, outlet, path)
         except Refused as refused:
@@ -175,7 +170,10 @@ class Front:
             outlet.refuse(internal_error())
         await client.drain()
 
-    async def _refuse(self, client: Client, api: Api, refused: Refused) -> None:
+    async def _refuse(self, client: Client, path: str, refused: Refused) -> None:
+        if path in TURN_ROUTES:
+            self._metrics.refused.labels(str(refused.error.status)).inc()
+        api = TURN_ROUTES.get(path) or PASSTHROUGH_ROUTES.get(path) or "other"
         Outlet(client, api, os.urandom(16).hex(), keeps=False, max_kept_bytes=0).refuse(refused)
         await client.drain()
 

@@ -178,6 +178,20 @@ async def test_an_invalid_id_is_a_400(site: Site, bad: Any) -> None:
     assert not site.engine.turns
 
 
+@pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens"])
+async def test_an_invalid_id_in_the_path_is_a_400_of_its_route(site: Site, route: str) -> None:
+    """In the form of the route's SDK, and counted as a refused turn if the route is one of turns."""
+    answer = await site.client.post(f"/t/%C3%A4/{route.removeprefix('/')}", json={"model": MODEL, "messages": []})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    if route.startswith("/v1/messages"):
+        assert (answer.json()["type"], error["details"]["error_code"]) == ("error", "bad_identity")
+    else:
+        assert error["code"] == "bad_identity"
+    page = (await site.client.get("/metrics")).text
+    assert ('heddle_refused_requests_total{status="400"} 1.0' in page) == (route != "/v1/messages/count_tokens")
+
+
 EVERYWHERE = [
     *(("GET", path) for path in ("/healthz", "/readyz", "/metrics", "/openapi.json", "/v1/models", "/v1/engines")),
     *(("GET", path) for path in ("/v1/trajectories", "/v1/trajectories/nope", "/v1/models/nope", "/nope")),
