@@ -67,6 +67,8 @@ class Passthrough:
         An engine that lacks the route has not been tried: kinds of engines differ in the routes that they have.
         """
         await self._fleet.started()
+        if model is None and not self._fleet.has_common_model():  # any engine would answer, also with another model's
+            raise bad_model(self._fleet.models())
         members = sorted(self._fleet.serving(model), key=lambda member: (member.server.is_updating, member.num_legs))
         if not members:
             raise no_engine(len(self._fleet.members()))

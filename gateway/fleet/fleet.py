@@ -182,6 +182,11 @@ class Fleet:
         """
         return self._models
 
+    def has_common_model(self) -> bool:
+        """Whether the servers seen serve a model in common (also if it has adapters), so that none need be named."""
+        served = [{model.model_id for model in server.models} for server in self._servers if server.models]
+        return not served or bool(set.intersection(*served))
+
     def num_unseen(self) -> int:
         """How many servers this process has not seen yet, so that nobody knows what they serve."""
         return sum(server.dialect is None for server in self._servers)

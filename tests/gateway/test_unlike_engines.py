@@ -58,6 +58,24 @@ async def test_a_route_that_one_kind_lacks_is_served_by_the_other(kinds: tuple[s
         assert (await client.post(path, json=body)).status_code == 200
 
 
+@pytest.mark.parametrize("model", [{}, {"model": ""}, {"model": None}], ids=["absent", "empty", "null"])
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize", "/v1/embeddings", "/v1/messages/count_tokens"])
+async def test_where_engines_serve_different_models_one_must_be_named(path: str, model: dict[str, Any]) -> None:
+    """Else any engine would answer, with tokens or vectors of whichever model it serves; as for turns."""
+    async with unlike_engines({"model": "one"}, {"model": "other"}) as (client, _):
+        body = {"prompt": "Hello", "input": "Hello", "tokens": [1, 2], "messages": [{"role": "user", "content": "Hi"}]}
+        answer = await client.post(path, json=body | model)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["message"] == "'model' must name one of the models served: 'one', 'other'."
+        assert (await client.post(path, json=body | {"model": "other"})).status_code == 200
+
+
+async def test_where_engines_serve_one_model_none_need_be_named() -> None:
+    """All engines would answer the same."""
+    async with unlike_engines({}, {"dialect": "sglang"}) as (client, _):
+        assert (await client.post("/tokenize", json={"prompt": "Hello"})).status_code == 200
+
+
 async def test_a_route_that_no_engine_has_gets_404() -> None:
     """Each engine was asked. It had no code."""
     async with unlike_engines({}, {}) as (client, _):
