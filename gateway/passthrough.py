@@ -11,7 +11,7 @@ from gateway.fleet.fleet import Fleet
 from gateway.http.client import Client, ClientLeft
 from gateway.http.errors import Api, api_error, engine_error
 from gateway.http.outlet import Outlet
-from gateway.http.refusals import Refused, bad_model, no_engine
+from gateway.http.refusals import Refused, bad_model, no_engine, no_engine_with
 from gateway.turns.outcome import failed_leg
 from gateway.turns.request_reader import lacks_model, parse_object
 
@@ -71,6 +71,8 @@ class Passthrough:
             raise bad_model(self._fleet.models())
         members = sorted(self._fleet.serving(model), key=lambda member: (member.server.is_updating, member.num_legs))
         if not members:
+            if model is not None and self._fleet.serving(None):
+                raise no_engine_with(model)
             raise no_engine(len(self._fleet.members()))
         answered: tuple[int, bytes] | None = None
         lacking: tuple[int, bytes] | None = None

@@ -187,6 +187,14 @@ def no_engine(num_engines: int) -> Refused:
     return Refused(error, retry_after_s=5.0, should_retry=True)
 
 
+def no_engine_with(model: str) -> Refused:
+    """503: engines are ready, but none that serves the model."""
+    error = api_error(
+        503, f"No engine with the model {model[:200]!r} is ready; GET /v1/engines tells why.", "no_engine"
+    )
+    return Refused(error, retry_after_s=5.0, should_retry=True)
+
+
 def not_seen(model: str, num_unseen: int, num_engines: int) -> Refused:
     """503: no engine serves the model, as far as is known."""
     why = f"{num_unseen} of {num_engines} in the fleet were not seen yet; GET /v1/engines tells why"

@@ -76,6 +76,17 @@ async def test_where_engines_serve_one_model_none_need_be_named() -> None:
         assert (await client.post("/tokenize", json={"prompt": "Hello"})).status_code == 200
 
 
+async def test_an_error_does_not_deny_that_engines_of_other_models_are_ready() -> None:
+    """The engines of one model are cordoned: its name is in the error, which was "0 of 2 in the fleet"."""
+    async with unlike_engines({"model": "one"}, {"model": "other"}, admin_key="a-key") as (client, ids):
+        await client.post(f"/v1/engines/{ids[1]}/cordon", headers={"authorization": "Bearer a-key"})
+        answer = await client.post("/tokenize", json={"model": "other", "prompt": "Hello"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_engine")
+        said = "No engine with the model 'other' is ready; GET /v1/engines tells why."
+        assert answer.json()["error"]["message"] == said
+        assert (await client.post("/tokenize", json={"model": "one", "prompt": "Hello"})).status_code == 200
+
+
 async def test_a_route_that_no_engine_has_gets_404() -> None:
     """Each engine was asked. It had no code."""
     async with unlike_engines({}, {}) as (client, _):
