@@ -13,82 +13,23 @@ Locust runs on gevent and patches the standard library when imported, so the asy
 from __future__ import annotations
 
 import json
+import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, get_args
-from uuid import uuid4
 
 import gevent  # type: ignore[import-untyped]
-from gevent.event import Event  # type: ignore[import-untyped]
 from locust import FastHttpUser, constant, task
 from locust import events as locust_events
 from locust.argument_parser import LocustArgumentParser
 from locust.contrib.fasthttp import FAILURE_EXCEPTIONS
 from locust.exception import StopUser
 
-from loadtest.agent import Address, Answer, Conversation, Identity, Writer, address_of, chat_body
+from loadtest.agent import Address, Answer, Conversation, Identity, address_of, chat_body
 from loadtest.answers import NONSENSE, Assembly, StreamBroken, add_event
-from workloads.laws import draw, law_named
-from workloads.traces import load_trace
-from workloads.trajectories import Trajectory, Workload
-
-# Trajectories drawn from a law in advance; when all have been played they come again under new ids.
-NUM_DRAWN = 1_024
-
-
-class Board:
-    """Hands out trajectories to users.
-
-    Args:
-        rollout_size: This many trajectories make a rollout, and the next one begins when the last trajectory has ended.
-            None: no rollouts, a user never waits.
-        num_rollouts: After this many, users wait to be stopped.
-    """
-
-    def __init__(self, options: Any, environment: Any, rollout_size: int | None = None, num_rollouts: int = 1) -> None:
-        self.writer = Writer()
-        self.num_rollouts_ended = 0
-        # Agents that have fetched the list of models, or were refused; the latter play nothing.
-        self.num_agents = 0
-        self.num_refused = 0
-        self._options = options
-        self._environment = environment
-        self._rollout_size = rollout_size
-        self._num_rollouts = num_rollouts
-        self._run_id = f"l{uuid4().hex[:8]}"
-        self._feeds: dict[str, Iterator[Trajectory]] = {}
-        self._num_taken = 0
-        self._num_ended = 0
-        self._began_at = time.perf_counter()
-        self._next_rollout = Event()
-
-    @property
-    def rollout_id(self) -> str:
-        return f"{self._run_id}-{self.num_rollouts_ended}"
-
-    def take(self, law_name: str) -> tuple[Trajectory, str]:
-        """The next trajectory of the kind, and its id on the wire. Waits if the rollout has none left to begin."""
-        while self._rollout_size is not None and (
-            self._num_taken >= self._rollout_size or self.num_rollouts_ended >= self._num_rollouts
-        ):
-            self._next_rollout.wait()
-        self._num_taken += 1
-        if law_name not in self._feeds:
-            self._feeds[law_name] = _endless(_workload(self._options, law_name))
-        trajectory = next(self._feeds[law_name])
-        return trajectory, f"{self.rollout_id}-{self._num_taken}-{trajectory.trajectory_id}"
-
-    def put_back(self) -> None:
-        """A taken trajectory has ended, well or not."""
-        self._num_ended += 1
-        if self._num_ended == self._rollout_size:
-            makespan_ms = (time.perf_counter() - self._began_at) * 1_000
-            report(self._environment, "AGENT", "rollout", makespan_ms)
-            self.num_rollouts_ended += 1
-            self._num_taken = self._num_ended = 0
-            self._began_at = time.perf_counter()
-            waiting, self._next_rollout = self._next_rollout, Event()
-            waiting.set()
+from loadtest.board import Board, report, workload_of
+from workloads.trajectories import Trajectory
 
 
 def add_arguments(parser: LocustArgumentParser) -> None:
@@ -109,12 +50,30 @@ def set_up(environment: Any, **_: Any) -> None:
     environment.board = Board(environment.parsed_options, environment)
 
 
-def refuse_wrong_workload(environment: Any, **_: Any) -> None:
-    """Each agent would fail by itself, and a rollout of `loadtest/shapes.py` would never end."""
+def load_workloads(environment: Any, **_: Any) -> None:
+    """Before a run begins: agents would count the time as their server's. What cannot be played ends the process: each
+    agent would fail by itself, and a rollout of `loadtest/shapes.py` would never end.
+    """
+    refuse_unless_positive(environment.parsed_options, "scale", "tool_speed_up")
     try:
-        _workload(environment.parsed_options, CodingAgent.law_name)
+        _load(environment)
     except (OSError, ValueError) as error:
         raise SystemExit(f"loadtest: {error}") from None
+    # By this clock Locust counts the seconds of `--run-time`; it has stood still since Locust was imported.
+    gevent.get_hub().loop.update_now()
+
+
+def load_chosen_workloads(environment: Any, **_: Any) -> None:
+    """The web page may have chosen others. What is wrong with them, the agents say."""
+    with suppress(OSError, ValueError):
+        _load(environment)
+
+
+def refuse_unless_positive(options: Any, *names: str) -> None:
+    """End the process if one of these options is not a number above 0."""
+    for name in names:
+        if not 0 < getattr(options, name) < math.inf:
+            raise SystemExit(f"loadtest: --{name.replace('_', '-')} must be a number above 0")
 
 
 def on_each_run(prepare: Callable[..., None]) -> None:
@@ -129,7 +88,8 @@ def on_each_run(prepare: Callable[..., None]) -> None:
 # Locust's events have no types.
 events: Any = locust_events
 events.init_command_line_parser.add_listener(add_arguments)
-events.init.add_listener(refuse_wrong_workload)
+events.init.add_listener(load_workloads)
+events.test_start.add_listener(load_chosen_workloads)
 on_each_run(set_up)
 
 
@@ -145,6 +105,7 @@ class Agent(FastHttpUser):
     def on_start(self) -> None:
         self.board: Board = self.environment.board
         self.options: Any = self.environment.parsed_options
+        self.client.base_url = (self.host or "").rstrip("/")  # paths begin with one
         self.model: str | None = self.options.model or self._first_model()
         self.board.num_agents += 1
         self.board.num_refused += self.model is None
@@ -250,35 +211,16 @@ class MathAgent(Agent):
     law_name = "math"
 
 
-def report(environment: Any, request_type: str, name: str, time_ms: float, error: str | None = None) -> None:
-    """One entry of Locust's statistics that is not an HTTP request."""
-    environment.events.request.fire(
-        request_type=request_type,
-        name=name,
-        response_time=time_ms,
-        response_length=0,
-        exception=None if error is None else RuntimeError(error),
-        context={},
-    )
-
-
 def _refusal(response: Any) -> str:
     """Why there is no answer: what the server says, or what kept the request from reaching one."""
     said = f"HTTP {response.status_code}: {response.text}" if response.text else str(response.error)
     return said[:300]
 
 
-def _workload(options: Any, law_name: str) -> Workload:
-    fit = options.max_context_tokens or None
-    if options.trace:
-        return load_trace(options.trace, scale=options.scale, max_context_tokens=fit)
-    workload = draw(law_named(options.law or law_name), NUM_DRAWN, options.seed, scale=options.scale)
-    return workload.fitted(fit) if fit else workload
-
-
-def _endless(workload: Workload) -> Iterator[Trajectory]:
-    while True:
-        yield from workload.trajectories
+def _load(environment: Any) -> None:
+    for kind in environment.user_classes:
+        if issubclass(kind, Agent):
+            workload_of(environment.parsed_options, kind.law_name)
 
 
 def _read_stream(response: Any) -> tuple[Answer, float | None]:

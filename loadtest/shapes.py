@@ -20,8 +20,17 @@ from locust import LoadTestShape
 from locust.argument_parser import LocustArgumentParser
 from locust.runners import MasterRunner, WorkerRunner
 
+from loadtest.board import Board
+
 # Locust takes the user classes that it finds in the file it is given.
-from loadtest.locustfile import Board, CodingAgent, MathAgent, SearchAgent, events, on_each_run
+from loadtest.locustfile import (
+    CodingAgent,
+    MathAgent,
+    SearchAgent,
+    events,
+    on_each_run,
+    refuse_unless_positive,
+)
 
 __all__ = ["AgentShape", "CodingAgent", "MathAgent", "SearchAgent"]
 
@@ -37,10 +46,11 @@ def add_arguments(parser: LocustArgumentParser) -> None:
     parser.add_argument("--ramp-s", type=float, default=60.0, help="seconds from the first agent to all")
 
 
-def refuse_workers(runner: Any, **_: Any) -> None:
-    """A master sees no agent, so its run would never end."""
+def refuse_what_cannot_run(environment: Any, runner: Any, **_: Any) -> None:
+    """A master sees no agent, so its run would never end; and without agents there is none."""
     if isinstance(runner, MasterRunner | WorkerRunner):
         raise SystemExit("loadtest/shapes.py runs in one process; use loadtest/locustfile.py with workers")
+    refuse_unless_positive(environment.parsed_options, "agents", "rollouts", "ramp_s")
 
 
 def set_up(environment: Any, **_: Any) -> None:
@@ -51,7 +61,7 @@ def set_up(environment: Any, **_: Any) -> None:
 
 
 events.init_command_line_parser.add_listener(add_arguments)
-events.init.add_listener(refuse_workers)
+events.init.add_listener(refuse_what_cannot_run)
 # After the agents' own listener, so this board is the one that remains.
 on_each_run(set_up)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import csv
+import json
 import re
 import signal
 import sys
@@ -10,6 +11,7 @@ from asyncio import create_subprocess_exec
 from asyncio.subprocess import PIPE, STDOUT, Process
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 
 import httpx2
@@ -138,7 +140,14 @@ async def test_a_shape_refuses_workers() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(("--trace", "absent.jsonl"), b"loadtest: [Errno 2] No such file"), (("--law", "cooking"), b"no law 'cooking'")],
+    [
+        (("--trace", "absent.jsonl"), b"loadtest: [Errno 2] No such file"),
+        (("--law", "cooking"), b"no law 'cooking'"),
+        (("--tool-speed-up", "0"), b"loadtest: --tool-speed-up must be a number above 0"),
+        (("--scale", "-1"), b"loadtest: --scale must be"),
+        (("--agents", "0"), b"loadtest: --agents must be"),
+        (("--shape", "ramp", "--ramp-s", "0"), b"loadtest: --ramp-s must be"),
+    ],
 )
 async def test_a_workload_that_cannot_be_played_ends_the_run_at_its_start(
     arguments: tuple[str, str], message: bytes
@@ -147,6 +156,33 @@ async def test_a_workload_that_cannot_be_played_ends_the_run_at_its_start(
     with serve(ToyChat()) as url:
         output = await refused(url, "--agents", "2", *arguments)
     assert message in output and b"Traceback" not in output, output
+
+
+async def test_the_kinds_of_agents_share_a_trace(tmp_path: Path) -> None:
+    """Each kind played it from its beginning: the first trajectories came once for each kind, the last not at all."""
+    app, trace = ToyChat(), tmp_path / "trace.jsonl"
+    turn = {"new_tokens": 8, "output_tokens": 8, "tool_s": 0}
+    lines = (json.dumps({"trajectory_id": f"only-{index}", "context_tokens": 8, "turns": [turn]}) for index in range(4))
+    trace.write_text("\n".join(lines))
+    with serve(app) as url:
+        code, _, output = await locust("shapes.py", url, tmp_path, "--agents", "4", "--trace", str(trace))
+    assert code == 0, output
+    played = sorted(headers["x-trajectory-id"].rpartition("only-")[2] for _, headers, _ in app.seen)
+    assert played == ["0", "1", "2", "3"]
+
+
+async def test_a_run_takes_as_long_as_it_was_told(tmp_path: Path) -> None:
+    """Locust counted its own start: of 3 s nothing was left on a slow machine, and that was a success. A URL may end
+    with a slash, as browsers show it."""
+    with serve(ToyChat()) as url:
+        code, _, output = await locust("locustfile.py", url + "/", tmp_path, "-u", "1", "-t", "3s")
+    assert code == 0, output
+    told, ended = (
+        datetime.fromisoformat(found[1].replace(",", "."))
+        for words in ("Run time limit set", "--run-time limit reached")
+        if (found := re.search(rf"\[(.*?)\].*{words}", output))
+    )
+    assert (ended - told).total_seconds() > 2.9, output
 
 
 async def test_a_gateway_that_lists_no_models_ends_a_rollout(tmp_path: Path) -> None:
