@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = Help
     add = parser.add_argument
     add("--base-url", type=_base_url, required=True, metavar="URL", help="base URL, ending in /v1")
-    add("--api-key", default="none", metavar="KEY", help="sent as the bearer token")
+    add("--api-key", type=_api_key, default="none", metavar="KEY", help="sent as the bearer token")
     add("--model", help="model to ask for (default: the first that the server lists)")
     _add_workload_arguments(parser)
     add("--speed-up", type=positive, default=1.0, help="divides tool times (default 1)")
@@ -170,4 +170,11 @@ def _advice(base_url: str, *errors: str) -> str:
 def _base_url(text: str) -> str:
     if not text.startswith(("http://", "https://")):
         raise argparse.ArgumentTypeError(f"must be a URL such as http://127.0.0.1:8080/v1, not {text!r}")
+    return text
+
+
+def _api_key(text: str) -> str:
+    """The message does not show it."""
+    if not (text.isascii() and text.isprintable()) or text != text.strip():
+        raise argparse.ArgumentTypeError("must be printable ASCII, without spaces or line ends around it")
     return text

@@ -190,6 +190,13 @@ def test_a_key_that_cannot_be_sent_is_named_and_not_shown(
     assert (status, error) == (2, f"heddle fleet: HEDDLE_ADMIN_KEY: {said}\n")
 
 
+def test_a_clients_key_that_cannot_be_sent_is_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    """It was shown, in the error of an encoder, as if the server's answer were wrong."""
+    arguments = ("replay", "--base-url", "http://127.0.0.1:9/v1", "--law", "coding", "--api-key", "clé-s3cret")
+    status, error = status_and_error(capsys, *arguments)
+    assert status == 2 and "--api-key: must be printable ASCII" in error and "s3cret" not in error
+
+
 def test_the_demo_names_a_command_that_a_shell_takes() -> None:
     """Also where the checkout is in a folder with a space; the command was two words there."""
     assert called_as("/my work/.venv/bin/heddle") == "'/my work/.venv/bin/heddle'"
