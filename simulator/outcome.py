@@ -153,7 +153,8 @@ class Outcome:
 
     @property
     def tokens_per_s(self) -> float:
-        return self.output_tokens / self.makespan_s
+        # A rollout whose turns are all refused at once takes no time.
+        return self.output_tokens / self.makespan_s if self.output_tokens else 0.0
 
     @property
     def prefix_hit_share(self) -> float:

@@ -314,6 +314,22 @@ def test_a_policy_that_refuses_turns_is_not_the_faster_one(tmp_path: Path, capsy
     assert best == min(failed, key=lambda fleet: failed[fleet])
 
 
+def test_a_rollout_whose_turns_are_all_refused_at_once_is_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It takes no time, and has no tokens and no ratio."""
+    scenario = tmp_path / "s.toml"
+    scenario.write_text(
+        'policies = ["heddle", "verl"]\n[workload]\nlaw = "coding"\ntrajectories = 4\n'
+        '[fleet]\ngpus = 1\nprofile = "qwen3-14b-h100"\ntp = [1]\n'
+        "[limits]\nmax_waiting_turns = 0\n[faults]\nturn_retries = 0\nslow_start_s = 9\n"
+    )
+    assert main(["simulate", str(scenario), "--json", str(tmp_path / "runs.json")]) == 0
+    heddle = json.loads((tmp_path / "runs.json").read_bytes())["runs"][0]
+    assert (heddle["makespan_s"], heddle["tokens_per_s"], heddle["num_finished"]) == (0, 0, 0)
+    assert "heddle, 1 x TP1, seed 1: 0.000 s; 4 of 4 trajectories lost" in capsys.readouterr().out
+
+
 def test_each_run_is_reported_when_it_ends(scenario: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The progress of a scenario is visible, in a terminal or out of one."""
     assert main(["simulate", scenario, "--seed", "7"]) == 0
