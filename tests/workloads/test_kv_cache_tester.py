@@ -35,6 +35,21 @@ def test_a_compacted_conversation_begins_another_trajectory(tmp_path: Path) -> N
     assert [len(t.turns) for t in import_trace(path).trajectories] == [1, 2]
 
 
+def test_a_call_does_not_continue_one_that_still_ran(tmp_path: Path) -> None:
+    """Times are rounded, so a call may seem to begin a little before the end of the one that it continues."""
+    requests = [
+        {"t": 0.0, "type": "n", "in": 640, "out": 20, "hash_ids": list(range(11)), "api_time": 9.07},
+        {"t": 9.0, "type": "n", "in": 700, "out": 20, "hash_ids": list(range(12)), "api_time": 5.0},
+        {"t": 10.0, "type": "n", "in": 700, "out": 30, "hash_ids": list(range(12)), "api_time": 8.0},
+    ]
+    path = tmp_path / "c1.json"
+    path.write_text(json.dumps(conversation(requests=requests)))
+    assert shapes(import_trace(path)) == [
+        (640, (Turn(0, 20, 0.0), Turn(40, 20, 0.0))),
+        (700, (Turn(0, 30, 0.0),)),
+    ]
+
+
 def test_a_folder_and_a_file_of_conversations_read_the_same(tmp_path: Path) -> None:
     """Many files, as published, or one with a conversation per line."""
     folder = tmp_path / "traces"

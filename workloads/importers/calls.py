@@ -2,7 +2,8 @@
 
 Most public traces record requests, not trajectories. If a trace names sessions, the calls of a session are divided into
 strands: an agent and its helpers share a session, but not a context. If it names none, a call continues the one whose
-prompt and answer it repeats. A trajectory here only grows, so a context that an agent cut down begins a new one.
+prompt and answer it repeats. No call continues one that still ran when it began. A trajectory here only grows, so a
+context that an agent cut down begins a new one.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class Call:
         started_at_s, ended_at_s: On any clock that all calls share.
         waited_s: From the end of the previous call in its strand to its own start. It may be too long, but not by more
             than `started_at_s` shows.
+        early_s: `started_at_s` may be too early by this much, because the record's times are rounded.
     """
 
     prompt_tokens: int
@@ -38,6 +40,7 @@ class Call:
     started_at_s: float | None = None
     ended_at_s: float | None = None
     waited_s: float | None = None
+    early_s: float = 0.0
 
 
 def whole_blocks(hash_ids: tuple[int, ...]) -> tuple[int, ...]:
@@ -92,8 +95,9 @@ def workload_by_prefix(name: str, calls: Iterable[Call]) -> Workload:
 def _strands_of_session(calls: Sequence[Call]) -> list[list[Call]]:
     strands: list[list[Call]] = []
     for call in calls:
+        resting = [strand for strand in reversed(strands) if not _overlaps(strand[-1], call)]
         # Among strands that fit equally well, the latest.
-        strand = max(reversed(strands), key=lambda strand: _kept_share(strand[-1], call), default=None)
+        strand = max(resting, key=lambda strand: _kept_share(strand[-1], call), default=None)
         if strand is None or _kept_share(strand[-1], call) < _MIN_KEPT_SHARE:
             strands.append([call])
         else:
@@ -160,9 +164,14 @@ def _tokens_after(call: Call) -> int:
 
 
 def _can_follow(last: Call, call: Call) -> bool:
-    if call.prompt_tokens < _tokens_after(last):
+    return call.prompt_tokens >= _tokens_after(last) and not _overlaps(last, call)
+
+
+def _overlaps(last: Call, call: Call) -> bool:
+    """Whether the call began while the last one still ran, and so cannot continue it."""
+    if last.ended_at_s is None or call.started_at_s is None:
         return False
-    return last.ended_at_s is None or call.started_at_s is None or call.started_at_s >= last.ended_at_s
+    return call.started_at_s + call.early_s < last.ended_at_s
 
 
 def _trajectory(trajectory_id: str, group_id: str, strand: Sequence[Call]) -> Trajectory:

@@ -81,4 +81,5 @@ def _call(record: Record) -> Call | None:
         blocks=whole_blocks(replay.counts("input_sequence_hashes")),
         started_at_s=None if started_at_ms is None else started_at_ms / 1000,
         ended_at_s=ended_at_ms / 1000,
+        early_s=0.001,  # arrivals are whole milliseconds
     )

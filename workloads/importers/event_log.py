@@ -23,6 +23,9 @@ from workloads.importers.records import Record
 from workloads.traces import TraceError, json_lines
 from workloads.trajectories import Workload
 
+# A client may ask for the next turn before the gateway has noted the end of the last one; this is ample.
+_NOTED_LATE_S = 1.0
+
 
 def is_event(fields: dict[str, Any]) -> bool:
     """Whether an object is a line of an event log."""
@@ -68,6 +71,8 @@ def read_event_log(path: Path) -> Workload:
     num_older = len(begun) - len(whole)
     if num_older and not whole:
         raise TraceError(f"{path}: all trajectories in it began in an older file, whose lines must come before it")
+    for _, calls in whole:  # they are logged when they end
+        calls.sort(key=lambda call: call.started_at_s or 0.0)
     workload = workload_of_sessions(path.name.split(".")[0], whole, groups)
     left_out = [f"line {number:,}, the last, which is cut off" for number in cut]
     if num_older:
@@ -81,4 +86,5 @@ def _call(finished: Record, started_at_s: float) -> Call:
         output_tokens=finished.count("output_tokens"),
         started_at_s=started_at_s,
         ended_at_s=finished.number("at"),
+        early_s=_NOTED_LATE_S,
     )

@@ -25,6 +25,8 @@ from workloads.trajectories import Trajectory, Workload
 
 # Endings of the files in a folder that are read.
 _ENDINGS = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
+# Times are in tenths of a second, durations in hundredths; this is ample.
+_ROUNDED_S = 1.0
 
 
 def read_kv_cache_tester(path: Path) -> Workload:
@@ -106,4 +108,5 @@ def _call(request: Record) -> Call:
         started_at_s=started_at_s,
         ended_at_s=started_at_s + request.number("api_time") if request.has("api_time") else None,
         waited_s=request.number("think_time") if request.has("think_time") else None,
+        early_s=_ROUNDED_S,
     )
