@@ -172,6 +172,23 @@ def test_sglang_log_links_calls_by_token_ids_and_sessions(tmp_path: Path, form: 
     assert [len(t.turns) for t in import_trace(path).trajectories] == [2, 2]
 
 
+@pytest.mark.parametrize("asked", [{}, {"session_params": {"id": "s"}}], ids=["by content", "by session"])
+def test_sglang_calls_within_a_second_are_one_conversation(tmp_path: Path, asked: dict[str, Any]) -> None:
+    """A line of text has the whole second of the end, so the later call seems to begin first."""
+    path = lines(
+        tmp_path / "server.log",
+        sglang_text("a", 10, 0.03, 64, 3, input_ids=PROMPT, **asked),
+        sglang_text("b", 10, 0.5, 69, 3, input_ids=[*PROMPT, *ANSWER, 1, 2], **asked),
+        sglang_text("c", 11, 0.8, 74, 3, input_ids=[*PROMPT, *ANSWER, 1, 2, *ANSWER, 3, 4], **asked),
+    )
+    [(context_tokens, turns)] = shapes(import_trace(path))
+    assert context_tokens == 64 and [(turn.new_tokens, turn.output_tokens) for turn in turns] == [
+        (0, 3),
+        (2, 3),
+        (2, 3),
+    ]
+
+
 def test_truncated_sglang_prompts_link_no_calls(tmp_path: Path) -> None:
     """At level 2 long prompts lose their middle, and the rest of two prompts does not show that one continues the
     other."""

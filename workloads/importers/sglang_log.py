@@ -16,6 +16,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -38,6 +39,9 @@ _BLOCK_TOKENS = 16
 _BLOCK_CHARACTERS = 64
 # At level 2, JSON values longer than twice this keep this much of either end, with dots between.
 _CUT_LENGTH = 1024
+
+# Text lines end at whole seconds, and so begin up to this much too early.
+_CUT_S = 1.0
 
 _Finished = tuple[str | None, Call | None]
 """The session of a request, if any, and its call; no call if it was aborted before it ran."""
@@ -70,13 +74,18 @@ def read_sglang_log(path: Path) -> Workload:
         else:
             (calls if session_id is None else sessions.setdefault(session_id, [])).append(call)
     for group in (calls, *sessions.values()):
-        group.sort(key=lambda call: call.started_at_s or 0.0)
+        group.sort(key=_place)
     if num_aborted and not calls and not sessions:
         raise TraceError(f"{path}: all requests in it were aborted before they ran")
     name = path.name.split(".")[0]
     by_session = workload_of_sessions(name, sessions.items()).trajectories
     left_out = f"requests that were aborted before they ran: {num_aborted:,}" if num_aborted else ""
     return Workload(name, by_session + workload_by_prefix(name, calls).trajectories, left_out)
+
+
+def _place(call: Call) -> float:
+    """In the order of starts, or of ends: those of a conversation are in order even if they are whole seconds."""
+    return (call.ended_at_s if call.early_s else call.started_at_s) or 0.0
 
 
 def _finished(line: str, where: str) -> _Finished | None:
@@ -143,7 +152,10 @@ def _from_text(line: str, where: str) -> _Finished | None:
         content = [int(number) for number in ids[1].split(",") if number.strip()]
     elif text is not None:
         content = _unquoted(text[1], where)
-    return None if session is None else _unquoted(session[1], where), _call(meta, content, ended_at_s)
+    call = _call(meta, content, ended_at_s)
+    if at is not None:
+        call = replace(call, early_s=_CUT_S)
+    return None if session is None else _unquoted(session[1], where), call
 
 
 def _is_abort(finish_reason: object) -> bool:
