@@ -24,6 +24,8 @@ SCENARIOS = Path(__file__).parents[1] / "scenarios"
 REPLAY = "replay"
 # The log tells everything else. A replay has no agents of its own, no engines and no figures.
 _NOT_WITH_REPLAY = ("seed", "predictor", "trace", "trajectories", "max_context_tokens", "fleet", "tp", "log", "json")
+# What a fleet file may set as well, for a trace.
+_BESIDE_ENGINES = ("predictor", "limits", "features", "transfer", "faults", "reshape")
 _EPILOG = f"""examples:
   heddle simulate coding-14b
   heddle simulate coding-14b --policy heddle --policy verl --seed 1 --seed 2 --predictor oracle
@@ -77,7 +79,7 @@ def run(parsed: argparse.Namespace) -> int:
     try:
         if parsed.events:
             raise ValueError(f"{parsed.events}: a second file goes with `replay` only")
-        scenario = _scenario(parsed)
+        scenario = _scenario(parsed, console)
         runs = _play_all(scenario, parsed.log, console)
         print_runs(runs, scenario.policies, console)
         if parsed.json:
@@ -88,13 +90,16 @@ def run(parsed: argparse.Namespace) -> int:
     return 0
 
 
-def _scenario(parsed: argparse.Namespace) -> Scenario:
+def _scenario(parsed: argparse.Namespace, console: Console) -> Scenario:
     path = parsed.scenario or parsed.fleet
     if path is None:
         raise ValueError("give a scenario, or --trace and --fleet; see `heddle simulate --help`")
     scenario = load_scenario(_found(path))
     if parsed.fleet:
-        scenario = dataclasses.replace(scenario, fleet=load_scenario(parsed.fleet).fleet)
+        given = load_scenario(parsed.fleet)
+        if parsed.scenario:
+            _tell_what_is_left_out(given, parsed.fleet, console)
+        scenario = dataclasses.replace(scenario, fleet=given.fleet)
     if parsed.trace is not None:
         is_law = scenario.workload.law is not None
         workload = (
@@ -127,6 +132,18 @@ def _scenario(parsed: argparse.Namespace) -> Scenario:
         seeds=tuple(dict.fromkeys(parsed.seed or scenario.seeds)),
         predictor=scenario.predictor if parsed.predictor is None else parsed.predictor,
     )
+
+
+def _tell_what_is_left_out(given: Scenario, path: Path, console: Console) -> None:
+    """Print what a fleet file sets beside its engines: the scenario that they are for has its own."""
+    plain = Scenario(given.fleet)
+    others = [name for name in _BESIDE_ENGINES if getattr(given, name) != getattr(plain, name)]
+    if others:
+        console.print(
+            f"{path}: only its [fleet] counts beside a scenario; left out: {', '.join(others)}.",
+            soft_wrap=True,
+            highlight=False,
+        )
 
 
 def _found(path: Path) -> Path:

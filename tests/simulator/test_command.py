@@ -162,6 +162,23 @@ def test_a_trace_is_played_on_a_fleet(scenario: str, tmp_path: Path, capsys: pyt
     assert "5 trajectories" in capsys.readouterr().out
 
 
+def test_what_a_fleet_file_sets_beside_its_engines_is_told_if_a_scenario_replaces_it(
+    scenario: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Else its features seem to make no difference. With a trace they count."""
+    fleet, trace = tmp_path / "fleet.toml", tmp_path / "trace.jsonl"
+    fleet.write_text(
+        '[fleet]\nprofile = "qwen3-14b-h100"\ngpus = 2\ntp = [2]\n'
+        "[features.speculation]\n[limits]\nkv_watermark = 0.5\n"
+    )
+    trace.write_text('{"trajectory_id":"t","context_tokens":9,"turns":[{"new_tokens":0,"output_tokens":9,"tool_s":0}]}')
+    told = f"{fleet}: only its [fleet] counts beside a scenario; left out: limits, features.\n"
+    assert main(["simulate", scenario, "--fleet", str(fleet), "--policy", "verl"]) == 0
+    assert told in capsys.readouterr().out
+    assert main(["simulate", "--trace", str(trace), "--fleet", str(fleet), "--policy", "verl"]) == 0
+    assert "left out" not in capsys.readouterr().out
+
+
 def test_a_fleet_of_a_measured_profile_whose_base_is_0_can_be_played(tmp_path: Path) -> None:
     """`heddle profile` may write such a one. A tool return beside a second engine ended in a division by zero."""
     measured = replace(load_profile("toy-cpu-tp1"), name="mine-gpu-tp1", gpu="gpu", decode_base_ms=0.0)
