@@ -43,15 +43,25 @@ def test_an_event_log_gives_the_trace_that_was_played(log: Path, tmp_path: Path)
         assert tools_s[f"{one.trajectory_id}-0"] == pytest.approx([turn.tool_s for turn in one.turns[:-1]])
 
 
-def test_turns_of_a_trajectory_that_ran_at_once_do_not_follow_each_other(tmp_path: Path) -> None:
-    """Helpers of an agent may share its id. Each has a context of its own, in which its next turn goes on, also if the
-    gateway noted an end after its client had asked again."""
-    turns = [  # begin, end, prompt
-        (0.0, 10.0, 6_000),
-        (1.0, 11.0, 5_000),
-        (2.0, 20.0, 4_000),
-        (10.9, 13.0, 5_200),
-    ]
+@pytest.mark.parametrize(
+    ("turns", "strands"),
+    [
+        (  # also if the gateway noted an end after its client had asked again
+            [(0.0, 10.0, 6_000), (1.0, 11.0, 5_000), (2.0, 20.0, 4_000), (10.9, 13.0, 5_200)],
+            [(6_000, 6_100), (5_000, 5_300), (4_000, 4_100)],
+        ),
+        (
+            [(0.0, 10.0, 6_000), (11.0, 12.0, 300), (13.0, 15.0, 6_200), (16.0, 17.0, 400), (18.0, 19.0, 6_400)],
+            [(6_000, 6_500), (300, 500)],
+        ),
+    ],
+    ids=["helpers at once", "side calls"],
+)
+def test_each_context_of_a_trajectory_goes_on_by_itself(
+    turns: list[tuple[float, float, int]], strands: list[tuple[int, int]], tmp_path: Path
+) -> None:
+    """Helpers, titles and the like may share an agent's id. Turns: begin, end, prompt. Strands: first prompt, all
+    tokens."""
     arrivals = [
         {"at": begin, "kind": "event", "type": "TurnArrived", "turn_id": str(number), "trajectory_id": "t"}
         for number, (begin, _, _) in enumerate(turns)
@@ -65,11 +75,7 @@ def test_turns_of_a_trajectory_that_ran_at_once_do_not_follow_each_other(tmp_pat
     events = [*sorted([*arrivals, *ends], key=lambda event: event["at"]), saved]
     path = tmp_path / "events.jsonl"
     path.write_text("".join(f"{json.dumps(event)}\n" for event in events))
-    assert [(one.context_tokens, one.total_tokens) for one in import_trace(path).trajectories] == [
-        (6_000, 6_100),
-        (5_000, 5_300),
-        (4_000, 4_100),
-    ]
+    assert [(one.context_tokens, one.total_tokens) for one in import_trace(path).trajectories] == strands
 
 
 def test_trajectories_that_began_before_the_log_are_left_out(

@@ -96,8 +96,9 @@ def _strands_of_session(calls: Sequence[Call]) -> list[list[Call]]:
     strands: list[list[Call]] = []
     for call in calls:
         resting = [strand for strand in reversed(strands) if not _overlaps(strand[-1], call)]
-        # Among strands that fit equally well, the latest.
-        strand = max(resting, key=lambda strand: _kept_share(strand[-1], call), default=None)
+        # Among strands that fit equally well, the longest, then the latest: a long prompt could also hold the few
+        # tokens of a side call.
+        strand = max(resting, key=lambda last: (_kept_share(last[-1], call), last[-1].prompt_tokens), default=None)
         if strand is None or _kept_share(strand[-1], call) < _MIN_KEPT_SHARE:
             strands.append([call])
         else:
