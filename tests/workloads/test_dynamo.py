@@ -24,6 +24,23 @@ def test_dynamo_turns_of_a_session_follow_each_other_after_their_delay(tmp_path:
     assert [t.group_id for t in workload.trajectories] == ["a", "b"]
 
 
+@pytest.mark.parametrize("session", [{}, {"session_id": "s"}], ids=["no session", "session"])
+def test_dynamo_turns_that_wait_for_the_same_turn_run_at_once(tmp_path: Path, session: dict[str, Any]) -> None:
+    """None continues the other. A turn that waits for a side call still continues the turn before that."""
+    path = lines(
+        tmp_path / "t.jsonl",
+        dynamo("r1", 1_000, 10, hash_ids=[1, 2, 3], **session),
+        dynamo("side", 50, 5, hash_ids=[8, 9], wait_for=["r1"], **session),
+        dynamo("r2", 1_200, 100, hash_ids=[1, 2, 4, 5], wait_for=["side"], delay=500, **session),
+        dynamo("r3", 1_300, 100, hash_ids=[1, 2, 4, 6], wait_for=["side"], delay=700, **session),
+    )
+    assert shapes(import_trace(path)) == [
+        (1_000, (Turn(0, 10, 0.5), Turn(190, 100, 0.0))),
+        (50, (Turn(0, 5, 0.0),)),
+        (1_300, (Turn(0, 100, 0.0),)),
+    ]
+
+
 def test_dynamo_turns_follow_their_dependencies_in_any_file_order(tmp_path: Path) -> None:
     """The turns of a chain are one trajectory even if the file is not sorted."""
     turns = [

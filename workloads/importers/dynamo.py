@@ -6,17 +6,19 @@
 The fields are those of `AgenticTurnTrace` (dynamo_mocker::loadgen) or of `AgenticMooncakeRow` (dynamo-data-gen): its
 older rows have `delay` and `tool_wait_ms` beside `wait_for`, its newer ones `dependencies` and a header line. A turn
 without a session belongs to the session of the first turn it waits for. A session's wait for another one (a helper's
-answer) is lost, because trajectories of a workload do not wait for each other. So are priorities.
+answer) is lost, because trajectories of a workload do not wait for each other. So are priorities. Turns of a session
+that wait for the same turn run at once, so none continues the other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from graphlib import CycleError, TopologicalSorter
 from heapq import heappop, heappush
 from pathlib import Path
 
-from workloads.importers.calls import Call, whole_blocks, workload_of_sessions
+from workloads.importers.calls import ASSUMED_TOKENS_PER_S, Call, whole_blocks, workload_of_sessions
 from workloads.importers.records import Record, read_records
 from workloads.traces import TraceError
 from workloads.trajectories import Workload
@@ -32,10 +34,17 @@ def read_dynamo(path: Path) -> Workload:
     records = [record for record in read_records(path) if not record.has("schema")]
     session_of: dict[str, str] = {}
     sessions: dict[str, list[Call]] = {}
+    ended_at_s: dict[str, float] = {}
     for record in _in_order(records):
-        session_id = _session_id(record, _waits_for(record), session_of)
-        session_of[record.name("request_id")] = session_id
-        sessions.setdefault(session_id, []).append(_call(record, session_id, session_of))
+        request_id, waits_for = record.name("request_id"), _waits_for(record)
+        session_id = session_of[request_id] = _session_id(record, waits_for, session_of)
+        call = _call(record, session_id, session_of)
+        # The trace has no times; turns end as soon as those that they wait for allow.
+        started_at_s = max((ended_at_s[other] for other in waits_for), default=0.0) + (call.waited_s or 0.0)
+        ended_at_s[request_id] = started_at_s + call.output_tokens / ASSUMED_TOKENS_PER_S
+        if any(session_of[other] == session_id for other in waits_for):
+            call = replace(call, started_at_s=started_at_s)
+        sessions.setdefault(session_id, []).append(replace(call, ended_at_s=ended_at_s[request_id]))
     return workload_of_sessions(path.name.split(".")[0], sessions.items())
 
 
