@@ -59,7 +59,7 @@ def records(entry: Entry, turns: dict[str, KeptTurn]) -> Iterator[dict[str, Any]
     """A trajectory's branches in exported form, with numpy arrays; one record without tokens if nothing is kept. Each
     is made when it is asked for.
     """
-    found = branches(turns)
+    found, model_of = branches(turns), _models(entry)
     about = {
         "trajectory_id": entry.record.trajectory_id,
         "group_id": entry.record.group_id,
@@ -71,11 +71,12 @@ def records(entry: Entry, turns: dict[str, KeptTurn]) -> Iterator[dict[str, Any]
         "missing": missing(entry, turns),
     }
     for number, branch in enumerate(found or [Branch([], 0)]):
-        yield {**about, "branch": number, **_sequence(branch)}
+        yield {**about, "branch": number, **_sequence(branch, model_of)}
 
 
 def tree(entry: Entry, turns: dict[str, KeptTurn]) -> dict[str, Any]:
     """A trajectory's turns one by one, as `GET /v1/trajectories/{id}/tokens` shows them, with numpy arrays."""
+    model_of = _models(entry)
     return {
         "id": entry.record.trajectory_id,
         "object": "trajectory.tokens",
@@ -83,7 +84,7 @@ def tree(entry: Entry, turns: dict[str, KeptTurn]) -> dict[str, Any]:
         "rollout_id": entry.record.rollout_id,
         "state": entry.record.state.value,
         **_reward(entry),
-        "turns": [_turn(turn) for turn in turns.values()],
+        "turns": [_turn(turn, model_of) for turn in turns.values()],
         "branches": [[turn.turn_id for turn in branch.turns] for branch in branches(turns)],
         "missing": missing(entry, turns),
     }
@@ -98,11 +99,22 @@ def _reward(entry: Entry) -> dict[str, Any]:
     }
 
 
-def _turn(turn: KeptTurn) -> dict[str, Any]:
+def _models(entry: Entry) -> dict[str, str | None]:
+    """The model of each turn, as far back as the history goes."""
+    return {row["turn_id"]: row.get("model") for row in entry.turns}  # older rows have none
+
+
+def _model(turn: KeptTurn, model_of: dict[str, str | None]) -> str | None:
+    """The history has the choices of a turn as one."""
+    return model_of.get(turn.turn_id) or model_of.get(turn.turn_id.rpartition("/")[0])
+
+
+def _turn(turn: KeptTurn, model_of: dict[str, str | None]) -> dict[str, Any]:
     mask = np.zeros(turn.num_new + turn.num_output, np.int8)
     mask[turn.num_new :] = 1
     return {
         "turn_id": turn.turn_id,
+        "model": _model(turn, model_of),
         "parent": turn.parent,
         "num_before": turn.num_before,
         "prompt_ids": turn.new_ids.numbers,
@@ -115,7 +127,7 @@ def _turn(turn: KeptTurn) -> dict[str, Any]:
     }
 
 
-def _sequence(branch: Branch) -> dict[str, Any]:
+def _sequence(branch: Branch, model_of: dict[str, str | None]) -> dict[str, Any]:
     ids = all_ids(branch.turns).numbers
     mask = np.zeros(len(ids), np.int8)
     versions, boundaries = [], []
@@ -129,6 +141,7 @@ def _sequence(branch: Branch) -> dict[str, Any]:
         boundaries.append(
             {
                 "turn_id": turn.turn_id,
+                "model": _model(turn, model_of),
                 "prompt_start": turn.num_before,
                 "output_start": start,
                 "end": turn.num_tokens,

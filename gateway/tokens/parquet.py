@@ -7,6 +7,7 @@ import orjson
 _SPAN = ("version", "string"), ("start", "int64"), ("end", "int64")
 _TURN = (
     ("turn_id", "string"),
+    ("model", "string"),
     ("prompt_start", "int64"),
     ("output_start", "int64"),
     ("end", "int64"),

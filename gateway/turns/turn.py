@@ -287,6 +287,7 @@ class Turn:
         return {
             "turn_id": self.turn_id,
             "api": self.ask.api,
+            "model": self.ask.model,
             "outcome": outcome,
             "engine": engine_id,
             "why": why,

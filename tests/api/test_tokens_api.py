@@ -69,7 +69,7 @@ async def fill(
 
 def row(turn_id: str, tokens: str) -> dict[str, Any]:
     """A turn in the history."""
-    return {"turn_id": turn_id, "outcome": "finished", "tokens": tokens}
+    return {"turn_id": turn_id, "model": "policy", "outcome": "finished", "tokens": tokens}
 
 
 @asynccontextmanager
@@ -108,6 +108,7 @@ async def test_a_trajectorys_tokens_are_returned_as_a_tree(store_url: str) -> No
         }
         assert first == {
             "turn_id": "task/1-0",
+            "model": "policy",
             "parent": None,
             "num_before": 0,
             "prompt_ids": [1, 2, 3],

@@ -10,7 +10,8 @@ import pytest_asyncio
 
 from engines.simulated.server import serve_engine
 from tests.api.conftest import CHAT, GENERATE, HELLO, MODEL, Site, running_site, toy
-from tests.support.engine import Asked, Script
+from tests.support.engine import Asked, Script, recorded_engine
+from tests.support.gateway import REUSED_FOR, running_gateway
 
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
 MORE = {"role": "user", "content": "And more?"}
@@ -82,6 +83,27 @@ async def test_log_probabilities_are_recorded_and_sent_on_request(site: Site, st
             for entry in (choice.get("logprobs") or {}).get("content", ())
         ]
         assert sent == (pytest.approx(turn["logprobs"], abs=1e-6) if asks else [])
+
+
+async def test_each_turn_names_the_model_that_made_it() -> None:
+    """In its row, in the tree and in the export, also for further choices: a trainer learns from its own model's turns
+    only, and a trajectory may have those of others, such as a user that another model plays."""
+    async with (
+        serve_engine(toy("vllm", model="user")) as other,
+        recorded_engine(toy("vllm", model="policy")) as recorded,
+        running_gateway(recorded.url, other, token_legs="auto") as listening,
+        httpx.AsyncClient(base_url=listening.url, timeout=30, limits=REUSED_FOR) as client,
+    ):
+        site = Site(recorded, listening.url, client)
+        first = await ask(site, HELLO, model="policy")
+        second = await ask(site, [*HELLO, first, MORE], model="user")
+        await ask(site, [*HELLO, first, MORE, second, MORE], model="policy", n=2)
+        models = ["policy", "user", "policy", "policy"]
+        assert [turn["model"] for turn in (await tree(site))["turns"]] == models
+        assert [row["model"] for row in (await site.trajectory("a"))["turns"]] == models[:3]
+        exported = await client.post("/v1/rollouts/r/export")
+        records = [orjson.loads(line) for line in exported.text.splitlines()]
+        assert [[turn["model"] for turn in one["turns"]] for one in records] == [models[:3]] * 2
 
 
 @pytest.mark.parametrize("held_up", ["render", "generate"])
