@@ -20,6 +20,8 @@ import orjson
 
 from engines.http import FAULTS, HttpClient
 
+STARTED_WITH = "default"
+"""The version that both kinds report until another one is set."""
 _MAX_TOLD = 500
 
 

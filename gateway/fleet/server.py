@@ -4,10 +4,13 @@ import asyncio
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from xxhash import xxh3_64_hexdigest
+
 from engines.dialect import Dialect
 from engines.http import HttpClient, HttpLimits
 from engines.probe import Model
 from engines.upstream import RANK_HEADER
+from engines.weights import STARTED_WITH
 from gateway.engine_settings import EngineSettings
 from gateway.fleet.member import Member
 from scheduling.cost import EngineProfile
@@ -38,7 +41,7 @@ class Server:
         has_slept: it was put to sleep since the last good look.
         is_updating: it is being given weights. It is not looked at meanwhile, because it may stand still for minutes.
         versions: of its weights since this process was first seen, in order; empty if it does not report them.
-        cache_salt: sent with every request, so that none reuses KV of other weights; "" until a version was set.
+        cache_salt: sent with every request, so that none reuses KV of other weights; "" until it is given some.
         models_at: when it last told its models.
         slots: of each of its engines.
         asks_tokens: whether it has token routes is still unknown, and is asked at each look.
@@ -132,10 +135,14 @@ class Server:
         """It has these weights now; `number` is the version's, 0 if this gateway never set it.
 
         The salt is not the version's name: vLLM accepts no slash in a salt (0.33, generate/base/protocol.py). A version
-        that is set again must not reuse the KV that it left behind, nor what another run left in a KV tier.
+        that is set again must not reuse the KV that it left behind, nor what another run left in a KV tier. What
+        somebody else set needs a salt too: without one there may be KV of the weights that the engine was started with.
         """
         self.versions.append(version)
-        self.cache_salt = f"w{number}-{self.run_id}" if number else ""
+        if number:
+            self.cache_salt = f"w{number}-{self.run_id}"
+        else:
+            self.cache_salt = "" if version == STARTED_WITH else f"{xxh3_64_hexdigest(version.encode())}-{self.run_id}"
 
     def close(self) -> None:
         """Close all connections."""

@@ -163,6 +163,23 @@ async def test_an_update_survives_a_killed_gateway(kind: str, tmp_path: Path) ->
             assert rows[-1]["cached_tokens"] == 0
 
 
+async def test_a_gateway_that_knows_nothing_of_an_engines_weights_reuses_no_older_kv() -> None:
+    """An earlier gateway set them, and its store is gone: KV of the weights that the engine was started with is still
+    there, under no salt."""
+    prompt = PROMPT * 20
+    async with server(engine("vllm")) as one:
+        for version in ("v1", "v2"):
+            async with (
+                running_gateway(one.url) as gateway,
+                httpx.AsyncClient(base_url=gateway.url, timeout=90) as client,
+            ):
+                for number in range(2):
+                    await complete(client, f"t{number}", prompt, 5)
+                rows = [await last_turn(client, f"t{number}") for number in range(2)]
+                assert [bool(row["cached_tokens"]) for row in rows] == [False, True]
+                assert (await update(client, version)).json()["status"] == "done"
+
+
 async def test_weights_in_doubt_are_loaded_again_after_a_restart(tmp_path: Path) -> None:
     """The last step of a load failed: the engine reports the old version, and the fleet's version is the old one
     again."""
