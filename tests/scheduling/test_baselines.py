@@ -157,6 +157,13 @@ def test_a_new_program_waits_while_active_contexts_fill_the_engine() -> None:
     assert fleet.sent(fleet.tick(1.0)) == [("new", "A")]
 
 
+def test_a_program_beyond_an_engines_kv_enters_it_if_it_is_empty() -> None:
+    """It would wait half an hour for room that cannot exist."""
+    fleet = Fleet(THUNDERAGENT)
+    fleet.engine("A", kv=100)
+    assert fleet.sent(fleet.arrive("huge", prompt=150)) == [("huge", "A")]
+
+
 def test_a_waiting_program_holds_back_all_programs_behind_it() -> None:
     """ThunderAgent has one queue: a program that would fit does not pass one that does not."""
     fleet = Fleet(replace(THUNDERAGENT, order=first_come_first_served))

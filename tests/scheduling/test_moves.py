@@ -1,8 +1,11 @@
 """When a trajectory moves from its home, and how its waiting turns follow it."""
 
+from dataclasses import replace
+
 from scheduling.limits import Limits
+from scheduling.placement import UNMEASURED
 from scheduling.policy import HEDDLE, VERL
-from scheduling.types import Dispatch
+from scheduling.types import Dispatch, Fault
 from tests.scheduling.fleet import Fleet
 
 
@@ -33,6 +36,31 @@ def test_a_trajectory_stays_when_a_later_engine_sets_the_makespan() -> None:
     assert fleet.home("longest") == "Z"
     fleet.engine("B")
     assert fleet.arrive("m2", "m", prompt=1_000, predicted=20_000) == []
+
+
+def test_an_engine_whose_longest_trajectory_has_ended_sets_the_makespan_no_more() -> None:
+    """Its other trajectory is short. What was seen of the fleet a second ago counts no longer."""
+    fleet = busy_home()
+    fleet.engine("Z", slots=2)
+    fleet.arrive("longest", predicted=500_000)
+    fleet.arrive("short", predicted=100)
+    assert fleet.home("longest") == fleet.home("short") == "Z"
+    assert fleet.arrive("m2", "m", prompt=1_000, predicted=20_000) == []
+    fleet.fail("m2", leg=0, fault=Fault.CLIENT_LEFT)
+    fleet.finish("longest")
+    fleet.close("longest")
+    fleet.at = 1.0
+    assert fleet.sent(fleet.arrive("m3", "m", prompt=1_000, predicted=20_000)) == [("m3", "Z")]
+
+
+def test_the_longest_trajectory_moves_to_a_faster_engine() -> None:
+    """The fleet ends when this one does, and its old home then has nothing left to do."""
+    fleet = Fleet(HEDDLE)
+    fleet.engine("slow", slots=8, profile=UNMEASURED)
+    fleet.arrive("m1", "m", predicted=20_000)
+    fleet.finish("m1", prompt=900, output=100)
+    fleet.engine("fast", slots=8, profile=replace(UNMEASURED, decode_base_ms=0.95 * UNMEASURED.decode_base_ms))
+    assert fleet.sent(fleet.arrive("m2", "m", prompt=1_000, predicted=20_000)) == [("m2", "fast")]
 
 
 def test_a_trajectory_with_a_running_turn_does_not_move() -> None:

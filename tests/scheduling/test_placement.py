@@ -170,6 +170,16 @@ def test_siblings_do_not_share_an_engine_beside_an_idle_one() -> None:
     assert {fleet.scheduler.trajectories[f"t{number}"].home for number in range(4)} == set("ABCD")
 
 
+def test_trajectories_without_a_group_are_no_siblings() -> None:
+    """A new one goes where it ends sooner, although another one without a group has a long prompt elsewhere."""
+    fleet = Fleet()
+    fleet.engine("A", slots=8, kv=250_000)
+    fleet.arrive("nameless", prompt=20_000, predicted=4_000)
+    fleet.engine("B", slots=8, kv=250_000)
+    assert fleet.sent(fleet.arrive("named", group="g", prompt=20_000, predicted=3_000)) == [("named", "B")]
+    assert fleet.sent(fleet.arrive("new", prompt=20_000, predicted=1_000)) == [("new", "B")]
+
+
 @given(st.integers(1, 100_000), st.floats(1, 40_000), st.floats(1.01, 4))
 def test_a_prompt_is_worth_more_if_long_and_less_if_answers_are_long(prompt: int, answer: float, times: float) -> None:
     """Siblings resemble each other: their answers delay an engine that holds them all."""

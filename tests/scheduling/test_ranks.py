@@ -103,6 +103,16 @@ def test_a_waiting_turn_follows_a_later_turn_to_its_engine() -> None:
     assert fleet.sent(fleet.engine("A", slots=2, models=("x", "y"))) == [("t1", "A")]
 
 
+def test_a_turn_whose_trajectory_is_declared_finished_still_runs() -> None:
+    """Elsewhere, too, if its engine fails it. No trajectory has a rank then."""
+    fleet = Fleet(HEDDLE_PAPER)
+    fleet.engine("A")
+    fleet.arrive("t")
+    fleet.close("t")
+    fleet.engine("B")
+    assert fleet.sent(fleet.fail("t")) == [("t", "B")]
+
+
 def test_rank_following_respects_residency() -> None:
     """A variation of the default: a trajectory does not follow its rank to an engine without room for its KV."""
     fleet = Fleet(RANK_FOLLOWING)

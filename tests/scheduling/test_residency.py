@@ -202,6 +202,20 @@ def test_a_first_turn_that_fails_leaves_no_claim() -> None:
     assert fleet.claims("A") == {"b": 60}
 
 
+def test_a_claim_without_a_finished_turn_ends_wherever_its_last_turn_ran() -> None:
+    """The room at the home is used at once, although the turn ended on another engine."""
+    fleet = Fleet()
+    fleet.engine("A", slots=2, kv=100)
+    fleet.arrive("m1", "m", prompt=50)
+    fleet.arrive("m2", "m", prompt=50)
+    fleet.engine("B", kv=100)
+    assert fleet.sent(fleet.fail("m2")) == [("m2", "B")]
+    assert fleet.sent(fleet.arrive("other", prompt=20)) == [("other", "A")]
+    fleet.fail("m2", leg=2, fault=Fault.CLIENT_LEFT)
+    assert fleet.arrive("waits", prompt=80) == []
+    assert fleet.sent(fleet.fail("m1", fault=Fault.CLIENT_LEFT)) == [("waits", "B")]
+
+
 def test_a_trajectory_without_a_finished_turn_has_no_home() -> None:
     """After a failed first turn, the next one goes where it ends soonest, although its old engine has room."""
     fleet = Fleet()

@@ -149,6 +149,7 @@ def test_what_was_learned_stays_when_an_engine_gets_more_kv() -> None:
     learned_s = engine.transit.leg_s
     fleet.engine("A", slots=4, kv=2_000_000)
     assert engine.transit.leg_s == learned_s == pytest.approx(0.025, rel=0.2)
+    assert play(fleet, num_on_way=1, num_turns=50) == 4 + 3
     fleet.engine("A", slots=4, kv=2_000_000, profile=FAR)
     assert engine.transit.leg_s == 0.02
 

@@ -23,12 +23,13 @@ def learned(calls_s: Sequence[float], turn_s: float = 1.0) -> ToolCalls:
     return calls
 
 
-def play_calls(call_s: float, limits: Limits | None = None) -> Fleet:
-    """An agent whose tool calls all take so long; its context of 50 tokens fills the engine in the last one."""
+def play_calls(*calls_s: float, limits: Limits | None = None) -> Fleet:
+    """An agent whose turns take no time and whose tool calls take these times in turns; its context of 50 tokens fills
+    the engine in the last one."""
     fleet = Fleet(limits=limits)
     fleet.engine("A", slots=4, kv=60, profile=SLOW)
     for number in range(LEARNS_EVERY + 1):
-        fleet.at += call_s if number else 0.0
+        fleet.at += calls_s[number % len(calls_s)] if number else 0.0
         fleet.arrive(f"a{number}", "a", prompt=40)
         fleet.finish(f"a{number}", prompt=40, output=10)
     return fleet
@@ -52,9 +53,17 @@ def test_a_context_is_kept_if_its_call_ends_before_it_could_be_prefilled(call_s:
     assert fleet.sent(entered) == [("b", "A")]
 
 
+def test_the_lease_depends_on_how_long_turns_take() -> None:
+    """Half of the calls end in 4 s, and a prefill takes 5 s. If turns took a while, no context would be kept: those
+    kept in vain, for calls of 100 s, take room from them."""
+    fleet = play_calls(4.0, 100.0)
+    assert fleet.arrive("b", prompt=55) == fleet.tick(4.4) == []
+    assert fleet.sent(fleet.tick(0.2)) == [("b", "A")]
+
+
 def test_a_configured_lease_overrides_what_was_learned() -> None:
     """Claims are safe for that long, however long calls take."""
-    fleet = play_calls(8.0, Limits(in_tool_lease_s=3.0))
+    fleet = play_calls(8.0, limits=Limits(in_tool_lease_s=3.0))
     assert fleet.arrive("b", prompt=55) == fleet.tick(2.9) == []
     assert fleet.sent(fleet.tick(0.2)) == [("b", "A")]
 

@@ -110,6 +110,16 @@ def test_a_full_queue_does_not_refuse_a_turn_that_can_run_at_once(policy: Policy
     assert fleet.sent(fleet.arrive("a3", "a")) == [("a3", "A")]
 
 
+def test_a_full_queue_rejects_a_resident_of_a_cordoned_engine() -> None:
+    """Its home has a free slot, but takes no more turns."""
+    fleet = Fleet(limits=Limits(max_waiting_turns=0))
+    fleet.engine("A")
+    fleet.arrive("a1", "a")
+    fleet.finish("a1")
+    fleet.engine("A", accepting=False)
+    assert fleet.arrive("a2", "a") == [Reject("a2", Refusal.QUEUE_FULL, 5.0)]
+
+
 def test_a_full_queue_rejects_turns_if_trajectories_are_assigned() -> None:
     """The free slot may not be on the engine that the turn would wait for."""
     fleet = Fleet(HEDDLE_PAPER, Limits(max_waiting_turns=0))

@@ -23,13 +23,14 @@ def test_a_long_turn_goes_to_a_large_engine(policy: Policy) -> None:
         assert fleet.sent(fleet.arrive(f"t{number}", prompt=150)) == [(f"t{number}", "large")]
 
 
-def test_a_long_turn_waits_for_a_large_engine() -> None:
-    """A turn behind it enters the small one."""
-    fleet = unlike(large=200)
+@pytest.mark.parametrize("large", [200, 150])
+def test_a_long_turn_waits_for_a_large_engine(large: int) -> None:
+    """Even if it would fill that one to the last token. A turn behind it enters the small one."""
+    fleet = unlike(large=large)
     fleet.arrive("first", prompt=150, predicted=3_000)
     assert fleet.arrive("second", prompt=150, predicted=2_000) == []
     assert fleet.sent(fleet.arrive("third", prompt=50)) == [("third", "small")]
-    fleet.finish("first", prompt=150)
+    fleet.finish("first", prompt=140)
     assert fleet.sent(fleet.close("first")) == [("second", "large")]
 
 
@@ -65,6 +66,18 @@ def test_a_turn_that_waits_at_its_small_home_goes_to_a_large_engine_that_comes()
     fleet.arrive("a/0", "a", prompt=150)
     assert fleet.arrive("a/1", "a", prompt=160) == []
     assert fleet.sent(fleet.engine("large", slots=8, kv=1_000)) == [("a/1", "large")]
+
+
+def test_a_turn_leaves_its_home_if_that_has_become_too_small() -> None:
+    """Its engine came back with less KV, while another one is the largest as before."""
+    fleet = Fleet()
+    fleet.engine("home", slots=1, kv=200)
+    fleet.arrive("a/0", "a", prompt=100)
+    fleet.finish("a/0", prompt=100)
+    fleet.arrive("runs")
+    assert fleet.arrive("a/1", "a", prompt=150) == []
+    assert fleet.engine("large", slots=8, kv=1_000) == []
+    assert fleet.sent(fleet.engine("home", slots=1, kv=120)) == [("a/1", "large")]
 
 
 def test_a_retried_turn_waits_for_the_large_engine() -> None:
