@@ -49,11 +49,11 @@ class Descriptors:
         """Take all messages that have arrived, including the last ones of a dead process."""
         while True:
             try:
-                said, found, _, _ = socket.recv_fds(
-                    self._socket, _MAX_MESSAGE_BYTES, _MAX_AT_ONCE, socket.MSG_CMSG_CLOEXEC
-                )
+                said, found, _, _ = socket.recv_fds(self._socket, _MAX_MESSAGE_BYTES, _MAX_AT_ONCE)
             except BlockingIOError:
                 return
+            for descriptor in found:  # `recv_fds` ignores MSG_CMSG_CLOEXEC (3.11): the next process had second copies
+                os.set_inheritable(descriptor, False)
             self._take(said, found)
 
     def close(self) -> None:

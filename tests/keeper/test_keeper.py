@@ -75,6 +75,26 @@ def test_descriptors_stored_just_before_a_kill_are_given_back(tmp_path: Path) ->
     assert given(tmp_path) == ["", "one=one,two=two", "one=one,two=two"]
 
 
+def test_a_command_gets_each_descriptor_once(tmp_path: Path) -> None:
+    """What it closes is closed: a second copy under another number would hold a leg's connection and memory as long as
+    the command lives."""
+    count = """
+stored = [link for link in map(link_of, os.listdir("/proc/self/fd")) if link.startswith("/memfd:")]
+with open(given, "a") as file:
+    file.write(f"{len(stored)} open\\n")
+"""
+    links = """
+def link_of(number):
+    try:
+        return os.readlink(f"/proc/self/fd/{number}")
+    except FileNotFoundError:
+        return ""
+"""
+    with kept_command(tmp_path, STORE_AND_DIE, links + count + "sys.exit(0)\n") as keeper:
+        assert keeper.wait(60) == 0
+    assert given(tmp_path) == ["", "one=one,two=two", "2 open"]
+
+
 def test_a_removed_descriptor_is_not_given_back(tmp_path: Path) -> None:
     """Removal is by name and touches no other descriptor."""
     remove = "send('FDSTOREREMOVE=1\\nFDNAME=one')\nsys.exit(3)\n"
