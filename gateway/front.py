@@ -29,6 +29,7 @@ from gateway.metrics import Metrics
 from gateway.passthrough import PASSTHROUGH_ROUTES, Passthrough
 from gateway.turnlog import TurnLog
 from gateway.turns.turns import TURN_ROUTES, Turns
+from store import StoreError
 
 App = Callable[[dict[str, Any], Receive, Send], Awaitable[None]]
 # Health and metrics are for load balancers and scrapers, which have no keys; docs and pages contain no secrets.
@@ -111,6 +112,8 @@ class Front:
         shown = {**scope, "method": method, "path": path, "raw_path": path.encode()}
         try:
             await self._api(shown, receive, _with_id(send, request_id))
+        except StoreError as error:  # in the middle of an export, whose connection breaks
+            self._log.broken_off(request_id, str(error))
         except Exception:  # its client has been told
             self._log.defect(request_id)
 

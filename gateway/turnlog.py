@@ -69,6 +69,10 @@ class TurnLog:
         self._lines.clear()
         LOGGER.handle(record)
 
+    def broken_off(self, request_id: str, why: str) -> None:
+        """An answer other than a turn's ended in the middle, through no defect."""
+        LOGGER.warning("answer broken off", extra={"fields": {"request_id": request_id, "why": why}})
+
     def defect(self, turn_id: str) -> None:
         """The exception being handled is a defect of the gateway."""
         LOGGER.exception("defect", extra={"fields": {"turn_id": turn_id}})

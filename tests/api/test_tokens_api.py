@@ -321,10 +321,10 @@ async def test_tokens_beyond_the_limit_are_reported_as_dropped(store_url: str) -
 
 
 async def test_an_export_is_refused_or_breaks_off_without_the_store(
-    redis_server: RedisServer,
+    redis_server: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A 503 as long as nothing was sent; afterwards the connection breaks, so half a file is never taken for a whole
-    one."""
+    one. The log says so, and calls neither a defect."""
     url = redis_server.url(3)
     await fill(url, LONG_ROLLOUT)
     async with client_on(url, max_token_memory_bytes=0) as client:
@@ -349,6 +349,9 @@ async def test_an_export_is_refused_or_breaks_off_without_the_store(
                         pass
         finally:
             redis_server.restart()
+    told = [record for record in caplog.records if record.name == "heddle"]
+    assert not [record for record in told if record.levelname == "ERROR"]
+    assert [record.levelname for record in told if record.message == "answer broken off"] == ["WARNING"]
 
 
 async def test_an_export_is_built_while_it_is_sent(store_url: str) -> None:
