@@ -44,6 +44,15 @@ class Partials:
                 parts[turn] = [found[name] for name in itertools.takewhile(found.__contains__, names)]
         return parts
 
+    async def drop_behind(self, trajectory_id: str, request: str, turn: str, num_parts: int) -> None:
+        """Drop an unfinished turn's parts after its first ones, of which there are so many: where `get` found one
+        missing, those behind it would stay in place of what is put next. Raises StoreAway.
+        """
+        prefix = f"{PREFIX}{request}/{turn}/"
+        for name in await self._store.get_pieces(trajectory_id, prefix):
+            if int(name.removeprefix(prefix)) >= num_parts:
+                self._store.drop_pieces(trajectory_id, name)
+
     def drop(self, trajectory_id: str, request: str, turn: str | None) -> None:
         """This turn has ended; None for all of the request."""
         self._store.drop_pieces(trajectory_id, f"{PREFIX}{request}/" + ("" if turn is None else f"{turn}/"))

@@ -6,6 +6,7 @@ no other turn continues.
 """
 
 from collections.abc import Set
+from contextlib import suppress
 from typing import Any
 
 import orjson
@@ -63,15 +64,8 @@ class KeptTokens:
         if turn.ask.keeps_tokens:
             await self._book.ready(trajectory_id)
         if may_repeat and trajectory_id in self._before:
-            try:
-                found = await self._partials.get(trajectory_id, digest_of(turn))
-            except StoreError:
-                return
-            free = found.keys() - self._written.get(_request(turn), ())
-            if free:
-                self._writes_as(turn, max(free))
-                turn.num_parts, turn.made_before = len(found[turn.written_as]), _made(found[turn.written_as])
-                turn.versions_before += [span.version for _, _, spans in turn.made_before for span in spans]
+            with suppress(StoreError):
+                await self._take_up(turn)
 
     async def begin(self, turn: Turn) -> None:
         """Have in memory what a turn may continue, until it is over; meanwhile it may have waited long."""
@@ -141,6 +135,16 @@ class KeptTokens:
                 self._clock(),
             )
         )
+
+    async def _take_up(self, turn: Turn) -> None:
+        """Have a turn continue what an earlier process wrote of it. Raises StoreError."""
+        found = await self._partials.get(*_request(turn))
+        free = found.keys() - self._written.get(_request(turn), ())
+        if free:
+            self._writes_as(turn, max(free))
+            turn.num_parts, turn.made_before = len(found[turn.written_as]), _made(found[turn.written_as])
+            turn.versions_before += [span.version for _, _, spans in turn.made_before for span in spans]
+            await self._partials.drop_behind(*_request(turn), turn.written_as, turn.num_parts)
 
     def _writes_as(self, turn: Turn, name: str) -> None:
         self._written.setdefault(_request(turn), set()).add(name)

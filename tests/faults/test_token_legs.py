@@ -20,6 +20,7 @@ import pytest
 from engines.simulated.server import serve_engine
 from engines.simulated.settings import Fault
 from engines.simulated.text import END, Tokenizer
+from store import open_store
 from tests.faults.asking import Reply, ask
 from tests.faults.gateway_process import gateway_process, tokens_written
 from tests.faults.token_jobs import (
@@ -422,6 +423,58 @@ async def test_a_choice_that_had_ended_is_not_continued_behind_its_end(
     assert {index: turn["output_ids"] for index, turn in made.items()} == {"": ended, "1": [*begun, *rest, END]}
     for turn in made.values():
         assert turn["logprobs"] == [-float(id % 7) for id in turn["output_ids"]]
+
+
+async def test_stored_tokens_behind_a_lost_part_do_not_come_back(client: httpx.AsyncClient, tmp_path: Path) -> None:
+    """The store lost a part of a turn's tokens, as it does when its queue is full, and the gateway stops twice. What
+    the second process wrote ended where a later part still was: the third process went on from tokens of both, which
+    were never sampled in that order."""
+    made = [Tokenizer().encode(text) for text in (" aa bb cc dd", " ee ff gg hh")]
+    asked_for: list[list[int]] = []
+    has_hung, may_end = asyncio.Event(), asyncio.Event()
+    url, store_url = "", f"sqlite:{tmp_path}/heddle.sqlite3"
+
+    async def has_come(num: int) -> bool:
+        shown = (await client.get(f"{url}/v1/trajectories/a")).json()
+        return [turn["chunks"] for turn in shown.get("live_turns", ())] == [num]
+
+    async def play(asked: Asked, write: Callable[[bytes], Awaitable[None]]) -> None:
+        asked_for.append(asked.json["token_ids"])
+        num_made = len(asked_for[-1]) - len(asked_for[0])
+        for id in made[len(asked_for) - 1] if len(asked_for) < 3 else [END]:
+            entry = {"token": "", "logprob": -0.5, "bytes": None, "top_logprobs": []}
+            choice = {"index": 0, "text": "", "token_ids": [id], "logprobs": {"content": [entry]}, "stop_reason": None}
+            choice["finish_reason"] = "stop" if id == END else None
+            await write(b"data: %b\n\n" % orjson.dumps({"request_id": "g", "choices": [choice]}))
+            num_made += 1
+            if id != END:  # each token is a part of its own
+                await eventually(lambda num=num_made: has_come(num))
+        has_hung.set()
+        await may_end.wait()
+
+    settings: dict[str, Any] = {"token_legs": "auto", "store": store_url, "save_tokens_s": 1e-9}
+    body, named = body_of(0, "plain", "chat", False), {"x-trajectory-id": "a"}
+    async with recorded_engine(engine_of("vllm")) as engine:
+        engine.scripts["/inference/v1/generate"] = Script(play)
+        for is_first in (True, False):
+            has_hung.clear()
+            may_end.clear()
+            async with running_gateway(engine.url, **settings) as gateway:
+                url = gateway.url
+                unanswered = asyncio.create_task(ask(client, url, "chat", body, named))
+                await has_hung.wait()
+            may_end.set()
+            with contextlib.suppress(httpx.TransportError):
+                assert (await unanswered).status == 503
+            if is_first:
+                store = open_store(store_url)
+                await store.open()
+                store.drop_pieces("a", sorted(await store.get_pieces("a", "partial/"))[2])
+                await store.close()
+        async with running_gateway(engine.url, **settings) as gateway:
+            assert (await ask(client, gateway.url, "chat", body, named)).status == 200
+    prompt, *later = asked_for
+    assert later == [prompt + made[0][:2], prompt + made[0][:2] + made[1]]
 
 
 MADE = ("vllm:generation_tokens_total", "sglang:generation_tokens_total")
