@@ -1,5 +1,6 @@
 """The chain of a turn's tokens: seams between legs, and what the client is told of the tokens."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -151,6 +152,17 @@ def test_a_stop_string_across_a_seam_ends_the_answer(cut: int, includes: bool) -
     assert heard == ("xx" + "END" * includes if is_across_the_seam else text)
     assert chain.finish_reason == ("stop" if is_across_the_seam else "length")
     assert chain.text == heard and chain.stop_reason == (stop if is_across_the_seam else None)
+
+
+@pytest.mark.parametrize("stops", [*itertools.permutations(("yy", "ND", "bEND"))])
+def test_of_several_stop_strings_across_a_seam_the_first_in_the_text_ends_the_answer(stops: tuple[str, ...]) -> None:
+    """However long they are, and in whatever order the client names them; one event may hold the ends of two."""
+    chain = chain_of(stops)
+    heard = add_pieces(chain, ([1] * 4, "a"))
+    heard += chain.mend(["abEN", "abE"]).text
+    chain.begin_leg()
+    heard += add_pieces(chain, ([1], "Dyy"))
+    assert (heard, chain.finish_reason, chain.stop_reason) == ("a", "stop", "bEND")
 
 
 @pytest.mark.parametrize("stops_after", range(9))

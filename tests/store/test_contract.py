@@ -1,5 +1,6 @@
 """What every store promises: the double in memory, the embedded store and a real Redis."""
 
+import asyncio
 import itertools
 import time
 from collections.abc import Callable
@@ -185,6 +186,22 @@ async def test_named_blobs_keep_their_last_value(new_store: NewStore) -> None:
     assert await store.get_state("predictor") == b"\x00\xffnew"
     assert await store.get_state("empty") == b""
     assert await _all(store) == {}
+    await store.close()
+
+
+async def test_who_waits_for_a_put_without_awaiting_is_called_once_or_told_to_await(new_store: NewStore) -> None:
+    """Called and told to await, a gateway would send the end of an answer twice."""
+    store = new_store()
+    await store.open()
+    calls: list[str] = []
+    for put in (lambda: None, lambda: store.append_turn("t", {}), lambda: store.put_piece("t", "p", b"")):
+        put()
+        is_called = store.when_settled(lambda: calls.append("called"))
+        await asyncio.sleep(0)
+        assert calls == ["called"] * is_called
+        assert await store.settle(60.0)
+        assert len(calls) == is_called
+        calls.clear()
     await store.close()
 
 

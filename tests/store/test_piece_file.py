@@ -100,6 +100,39 @@ async def test_pieces_wait_while_the_disk_is_full(tmp_path: Path) -> None:
     await store.close()
 
 
+@pytest.mark.parametrize("is_closed", [False, True], ids=["looks again", "is closed"])
+async def test_what_waited_for_the_disk_is_written_in_order(tmp_path: Path, is_closed: bool) -> None:
+    """A piece that was dropped and put again meanwhile is the new one, whether the store looks again once the disk has
+    room, or is closed before that."""
+    path = tmp_path / "store.sqlite3"
+    process = child(
+        f"""
+        async def main():
+            store = open_store(f"sqlite:{{sys.argv[1]}}", StoreSettings(backoff_max_s={60.0 if is_closed else 0.01}))
+            await store.open()
+            store.put_piece("t", "again", b"old")
+            assert await store.settle(60.0)
+            limit(os.path.getsize(sys.argv[1] + "-pieces-wal"))
+            store.put_piece("t", "large", b"x" * 10_000)
+            store.drop_pieces("t", "again")
+            store.put_piece("t", "again", b"new")
+            assert not await store.settle(60.0)
+            limit(resource.RLIM_INFINITY)
+            while not {is_closed} and not await store.settle(60.0):
+                await asyncio.sleep(0.01)
+            await store.close()
+        asyncio.run(main())
+        """,
+        path,
+    )
+    process.communicate()
+    assert process.returncode == 0
+    store = open_store(f"sqlite:{path}")
+    await store.open()
+    assert await store.get_pieces("t") == {"again": b"new", "large": b"x" * 10_000}
+    await store.close()
+
+
 async def test_pieces_that_wait_are_bounded(tmp_path: Path) -> None:
     """The oldest are dropped and counted; the newest stay."""
     store = open_store(f"sqlite:{tmp_path / 's'}", StoreSettings(max_pending_bytes=50_000))
