@@ -1,11 +1,14 @@
 """Pieces in the embedded store under SIGKILL, a full disk and damage; and the bound on waiting pieces."""
 
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from store import StoreCorrupt, StoreSettings, open_store
 from tests.store.child import child, last_number_before_kill
+from tests.support.gateway import eventually
 
 
 async def test_every_settled_piece_survives_sigkill(tmp_path: Path) -> None:
@@ -130,6 +133,20 @@ async def test_what_waited_for_the_disk_is_written_in_order(tmp_path: Path, is_c
     store = open_store(f"sqlite:{path}")
     await store.open()
     assert await store.get_pieces("t") == {"again": b"new", "large": b"x" * 10_000}
+    await store.close()
+
+
+async def test_pieces_wait_for_a_program_that_keeps_their_file_locked(tmp_path: Path) -> None:
+    """For longer than SQLite itself waits for it, which is five seconds. They are written once it lets go."""
+    store = open_store(f"sqlite:{tmp_path / 's'}", StoreSettings(backoff_max_s=0.01))
+    await store.open()
+    with closing(sqlite3.connect(tmp_path / "s-pieces", isolation_level=None)) as database:
+        database.execute("BEGIN IMMEDIATE")
+        store.put_piece("t", "p", b"x")
+        assert not await store.settle(60.0)
+        assert "locked" in store.health().detail
+    await eventually(lambda: store.health().ok)
+    assert await store.get_pieces("t") == {"p": b"x"}
     await store.close()
 
 
