@@ -36,11 +36,29 @@ def stage_of(num_turns: int) -> int:
     return stage if stage < NUM_STAGES else NUM_STAGES - 1
 
 
-def features_of(progress: Progress) -> list[float]:
-    """The features of a trajectory after at least one turn: its pace, last turn, tool output and failures, as logs."""
+Look = tuple[int, int, int, int, int]
+"""A trajectory after at least one turn: finished turns, output, output of the last turn, tool output, failures."""
+
+
+def look_of(progress: Progress) -> Look:
+    """How a trajectory looks now."""
     turns, made, last = progress.num_turns, progress.output_tokens, progress.last_output_tokens
     given = progress.context_tokens - progress.prompt_tokens - made
     failed = sum([not outcome.endswith(":success") for outcome in progress.outcomes]) if progress.outcomes else 0
+    return turns, made, last, given, failed
+
+
+def dumped_look(numbers: Any) -> Look:
+    """The look with these numbers in a dump. Raises TypeError, ValueError or OverflowError if they are none."""
+    turns, made, last, given, failed = map(int, numbers)
+    if turns < 1:
+        raise ValueError("no turn")
+    return turns, made, last, given, max(failed, 0)
+
+
+def features_of(look: Look) -> list[float]:
+    """The features of a trajectory: its pace, last turn, tool output and failures, as logs."""
+    turns, made, last, given, failed = look
     return [
         math.log((made if made > 1 else 1) / turns),
         math.log(last if last > 1 else 1),

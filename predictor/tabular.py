@@ -20,7 +20,7 @@ from predictor.forecast import Forecast
 from predictor.groups import Group, Groups
 from predictor.lattice import BINS_FROM, EDGES, PerBin, bin_of, dumped_bin
 from predictor.lengths import Lengths
-from predictor.pace import NUM_FEATURES, NUM_STAGES, FeatureLaw, features_of, stage_of
+from predictor.pace import NUM_FEATURES, NUM_STAGES, FeatureLaw, Look, dumped_look, features_of, look_of, stage_of
 from predictor.progress import Progress
 from scheduling.types import Prediction
 
@@ -59,11 +59,11 @@ class TabularSettings:
 class _Running:
     group: Group
     prompt_id: str
+    prompt_tokens: int
     in_bin: int = 0
     message: tuple[float, float] = (0.0, 0.0)
-    prompt_features: list[float] = field(default_factory=list)
     from_prompt: PerBin | None = None
-    features: dict[int, list[float]] = field(default_factory=dict)
+    looks: list[Look] = field(default_factory=list)  # when it was first seen at each stage
 
 
 class TabularPredictor:
@@ -81,6 +81,8 @@ class TabularPredictor:
         # The bins that trajectories have reported, those of an earlier process included: the distribution of lengths
         # has them already.
         self._bins: dict[str, int] = {}
+        # What a later process must know of each running trajectory: group, prompt, tokens of the prompt, looks.
+        self._told: dict[str, tuple[str, str, int, list[Look]]] = {}
 
     def predict(self, progress: Progress) -> Prediction:
         """Mean and 90th percentile of the total output."""
@@ -99,9 +101,10 @@ class TabularPredictor:
         if running.from_prompt is not None:
             weights *= running.from_prompt[running.in_bin :]
         if progress.num_turns and self._settings.uses_pace:
-            stage, features = stage_of(progress.num_turns), features_of(progress)
-            running.features.setdefault(stage, features)
-            likelihood = self._pace[stage].likelihood(features, running.in_bin)
+            stage, look = stage_of(progress.num_turns), look_of(progress)
+            if not running.looks or stage_of(running.looks[-1][0]) < stage:
+                running.looks.append(look)
+            likelihood = self._pace[stage].likelihood(features_of(look), running.in_bin)
             if likelihood is not None:
                 weights *= likelihood
         if progress.output_tokens:
@@ -119,18 +122,20 @@ class TabularPredictor:
         if not progress.output_tokens:
             self.dropped(progress.trajectory_id)
             return
+        was_seen = progress.trajectory_id in self._running
         running = self._progressed(progress)
         self._lengths.ended(running.in_bin, len(self._bins) - 1)
         self._groups.ended(running.group, running.in_bin)
-        for stage, law in enumerate(self._pace):
-            law.learn(running.features.get(stage), running.in_bin)
-        if running.prompt_features:
-            self._prompts.learn(running.prompt_features, running.in_bin)
+        if was_seen:
+            self._learn_pace(running, progress.num_turns)
+        if running.prompt_tokens:
+            self._prompts.learn([math.log(running.prompt_tokens)], running.in_bin)
         self.dropped(progress.trajectory_id)
 
     def dropped(self, trajectory_id: str) -> None:
         """Forget a trajectory that did not end by itself. What it reported so far still counts."""
         self._bins.pop(trajectory_id, None)
+        self._told.pop(trajectory_id, None)
         running = self._running.pop(trajectory_id, None)
         if running is not None:
             self._groups.message(running.group, running.message, 0.0, 0.0)
@@ -146,6 +151,7 @@ class TabularPredictor:
                 "looks": [law.dump() for law in self._pace],
                 "prompts": self._prompts.dump(),
                 "heard": self._bins,
+                "running": self._told,
             }
         )
 
@@ -163,12 +169,16 @@ class TabularPredictor:
             for law, dumped_law in zip(fresh._pace, state["looks"], strict=True):
                 law.restore(dumped_law)
             fresh._prompts.restore(state["prompts"])
+            for name, (group_id, prompt_id, prompt_tokens, looks) in state.get("running", {}).items():
+                if name in bins:
+                    one = fresh._add(name, str(group_id), str(prompt_id), int(prompt_tokens))
+                    one.in_bin = bins[name]
+                    one.looks += [dumped_look(look) for look in looks]
         except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
             raise ValueError(f"not what a {_KIND} predictor learned: {error!r}") from None
         self._lengths, self._groups = fresh._lengths, fresh._groups
         self._pace, self._prompts = fresh._pace, fresh._prompts
-        self._running.clear()
-        self._bins = bins
+        self._running, self._bins, self._told = fresh._running, bins, fresh._told
 
     def _progressed(self, progress: Progress) -> _Running:
         in_bin = bin_of(progress.output_tokens)
@@ -182,17 +192,32 @@ class TabularPredictor:
         running.in_bin = self._bins[progress.trajectory_id] = in_bin
         return running
 
+    def _learn_pace(self, running: _Running, num_turns: int) -> None:
+        """Learn how a trajectory that ended had looked at each stage. One that passed unseen, as in a process that was
+        killed before it stored it, is not one that was not reached."""
+        looks = {stage_of(look[0]): look for look in running.looks}
+        for stage, law in enumerate(self._pace):
+            if stage in looks:
+                law.learn(features_of(looks[stage]), running.in_bin)
+            elif num_turns <= 1 << stage:
+                law.learn(None, running.in_bin)
+
     def _begun(self, progress: Progress) -> _Running:
         prompt_id = progress.prompt_id if self._settings.uses_siblings else ""
         group_id = progress.group_id if self._settings.uses_siblings else progress.trajectory_id
-        group = self._groups.get(group_id, prompt_id)
-        group.num_running += 1
-        running = self._running[progress.trajectory_id] = _Running(group, prompt_id)
-        if progress.prompt_tokens and self._settings.uses_pace:
-            running.prompt_features = [math.log(progress.prompt_tokens)]
-            running.from_prompt = self._prompts.likelihood(running.prompt_features)
+        prompt_tokens = progress.prompt_tokens if self._settings.uses_pace else 0
+        running = self._add(progress.trajectory_id, group_id, prompt_id, prompt_tokens)
         if len(self._running) > self._settings.max_running:
             self.dropped(next(iter(self._running)))
+        return running
+
+    def _add(self, trajectory_id: str, group_id: str, prompt_id: str, prompt_tokens: int) -> _Running:
+        group = self._groups.get(group_id, prompt_id)
+        group.num_running += 1
+        running = self._running[trajectory_id] = _Running(group, prompt_id, prompt_tokens)
+        self._told[trajectory_id] = (group_id, prompt_id, prompt_tokens, running.looks)
+        if prompt_tokens:
+            running.from_prompt = self._prompts.likelihood([math.log(prompt_tokens)])
         return running
 
     def _prior(self, from_bin: int, mean: float, variance: float) -> PerBin:

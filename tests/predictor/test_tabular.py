@@ -4,6 +4,7 @@ import itertools
 import math
 import random
 import statistics
+from collections.abc import Sequence
 
 import orjson
 import pytest
@@ -350,6 +351,45 @@ def test_a_restart_in_the_middle_of_a_rollout_changes_little(restart_at: int, se
     assert statistics.median(abs(math.log(again / once)) for once, again in known) < 0.06
 
 
+@pytest.mark.parametrize("restart_at", [3, 12])
+def test_a_restart_in_the_middle_of_a_rollout_does_not_shorten_the_next_one(restart_at: int) -> None:
+    """Trajectories that go on had their first turns in the earlier process. They count as ones that had them."""
+    unbroken, restarted = rolled_out(None, 1), rolled_out(restart_at, 1)
+    for turns in (1, 2, 4, 8):
+        progress = Progress("t", "g", "new", 100, 100 + 400 * turns, 400 * turns, 400, turns)
+        once, again = (predicted_total(one, progress) for one in (unbroken, restarted))
+        assert again == pytest.approx(once, rel=0.06)
+
+
+@pytest.mark.parametrize("seen", [range(2), [0, 1, *range(8, 25)]])
+def test_turns_that_nobody_saw_are_not_learned_as_absent(seen: Sequence[int]) -> None:
+    """A process that was killed before it stored what it had learned took them with it."""
+    predictor, unbroken = rolled_out(None, 1), rolled_out(None, 1)
+    for one, turns_seen in ((predictor, seen), (unbroken, range(25))):
+        for number in range(300):
+            name = f"t{number}"
+            for turns in turns_seen:
+                made = 400 * turns
+                one.predict(Progress(name, name, "", 100, 100 + made, made, 400, turns))
+            one.ended(Progress(name, name, "", 0, 10_100, 10_000, 400, 25))
+    progress = Progress("t", "t", "", 100, 1_700, 1_600, 400, 4)
+    assert predicted_total(predictor, progress) == pytest.approx(predicted_total(unbroken, progress), rel=0.1)
+
+
+def test_a_prompts_past_includes_a_group_that_ended_in_another_process() -> None:
+    """Its members ran during the restart, and told their prompt at their first turns only."""
+    predictor, restarted = TabularPredictor(), TabularPredictor()
+    teach_groups(predictor)
+    for number in range(8):
+        predictor.predict(Progress(f"t{number}", "g", "p", 100, 100))
+        predictor.predict(Progress(f"t{number}", "g", "", 100, 500, 400, 400, 1))
+    restarted.restore(predictor.dump(), {f"t{number}" for number in range(8)})
+    for number in range(8):
+        restarted.ended(Progress(f"t{number}", "g", "", 0, 40_100, 40_000, 400, 100))
+    new, known = (predicted_total(restarted, Progress("t", f"next-{prompt}", prompt)) for prompt in ("new", "p"))
+    assert known > 3 * new
+
+
 def test_running_trajectories_are_bounded() -> None:
     """Trajectories whose end nobody reports are forgotten, oldest first, and no longer count for their group."""
     predictor = TabularPredictor(TabularSettings(max_running=2))
@@ -397,6 +437,10 @@ def test_a_dump_of_another_kind_changes_nothing(dumped: bytes) -> None:
         (("groups", "groups", "1-0", 1, 0), 1e300),
         (("groups", "groups", "1-0", 1, 0), -1),
         (("heard", "runs"), 1e300),
+        (("running", "runs"), []),
+        (("running", "runs", 2), -1),
+        (("running", "runs", 3, 0), []),
+        (("running", "runs", 3, 0, 0), 0),
         (("looks", 0, 2), []),
     ],
 )
