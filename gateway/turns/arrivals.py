@@ -77,15 +77,15 @@ class Arrivals:
 
     def _prediction(self, ask: Ask, entry: Entry | None, prompt_tokens: int) -> Prediction:
         made = entry.record.output_tokens if entry is not None else 0
-        declared = entry.declared.get("expected_output_tokens") if entry is not None else None
-        if declared:
-            total = float(max(declared, made + 1))
-            return Prediction(total, total)
         prompt_id = "" if made else self._groups.of(ask.request)
         is_read = made and self._predictor.reads_outcomes
         told = outcomes(ask.request.get("messages") or ask.request.get("input")) if is_read else ()
         progress = progress_before_turn(ask.trajectory_id, ask.group_id, prompt_id, prompt_tokens, entry, told)
         prediction = self._predictor.predict(progress)  # always asked, because it learns from running trajectories
+        declared = entry.declared.get("expected_output_tokens") if entry is not None else None
+        if declared:
+            total = float(max(declared, made + 1))
+            return Prediction(total, total)
         from_text = self._texts.take(ask.trajectory_id) if self._texts is not None else None
         return from_text or prediction
 
