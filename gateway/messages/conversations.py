@@ -4,8 +4,9 @@ A conversation is known by the digest of its messages and their answer. A reques
 continues that trajectory. Rules:
 - A request without an answer in it is a first turn, and a first turn is always new, because siblings share it. But some
   frameworks leave out an answer that is empty, so if just one sibling got such an answer, what adds a message is its.
-- Siblings with equal answers share a digest too. They are assigned in the order in which their answers came. A
-  trajectory that is at work is not assigned again, except for the very same request: a retry.
+- Siblings with equal answers share a digest too. They are assigned in the order in which their answers came, those that
+  fit the request before others. A trajectory that is at work is not assigned again, except for the very same request: a
+  retry.
 - Siblings whose answers differ only in their thoughts share a digest, because most clients leave thoughts out. If a
   client sends them back, a second digest finds its own trajectory.
 - A request that branches off at an earlier answer of a trajectory continues that trajectory, if it is idle and no other
@@ -20,7 +21,7 @@ Bounded: the least recently used trajectory is forgotten first. Only the link is
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from hashlib import sha256
 from typing import Any
 
@@ -64,18 +65,20 @@ class Conversations:
     def __len__(self) -> int:
         return len(self._known)
 
-    def continued(self, body: Mapping[str, Any], history: History) -> str | None:
+    def continued(self, body: Mapping[str, Any], history: History, fits: Callable[[str], bool]) -> str | None:
         """The trajectory that this request continues, now at work; None for a new one.
 
         Follow it with `remember` once the turn is answered, or `release` if it is not.
 
         Args:
             history: the body's.
+            fits: whether the rest of the request speaks for a trajectory; asked if siblings got equal answers.
         """
         digests, whole = self._digests(body, history)
         for digest, is_answer in reversed(digests):
             if holders := self._holders.get(digest):
-                trajectory_id = self._choose(holders, digest, is_answer, whole)
+                waiting = self._waiting(holders, digest)
+                trajectory_id = self._choose(holders, waiting, is_answer, whole, fits)
                 if trajectory_id is not None:
                     self._known[trajectory_id].asking = whole
                     self._known.move_to_end(trajectory_id)
@@ -123,27 +126,31 @@ class Conversations:
             if keys := tuple(dumped.split()):
                 self._add(trajectory_id, keys)
 
-    def _choose(self, holders: list[str], digest: str, is_answer: bool, whole: str) -> str | None:
-        """The trajectory that waits for this very turn; else the one that this retries; else the one that it branches
-        off from.
+    def _waiting(self, holders: Sequence[str], digest: str) -> list[str]:
+        """Those that are idle and had their last turn here."""
+        return [one for one in holders if (known := self._known[one]).asking is None and digest in known.turns[-1]]
+
+    def _choose(
+        self, holders: Sequence[str], waiting: Sequence[str], is_answer: bool, whole: str, fits: Callable[[str], bool]
+    ) -> str | None:
+        """The trajectory that waits for this very turn; else the one that this retries, or asked it before; else the
+        one that waits and does not fit; else the one that it branches off from.
 
         Of several that wait behind equal answers, any will do. Behind equal questions they were answered differently,
         and there is no telling whose answer this is.
         """
-        waiting = retry = None
-        num_waiting = 0
-        for trajectory_id in holders:
-            known = self._known[trajectory_id]
-            if known.asking is None and digest in known.turns[-1]:
-                if is_answer:
-                    return trajectory_id
-                waiting = trajectory_id
-                num_waiting += 1
-            elif known.asking == whole:
-                retry = retry or trajectory_id
-        if num_waiting == 1:
-            return waiting
-        return retry or self._branching(holders) or self._branching(self._holders.get(whole, ()))
+
+        def one_of(candidates: Sequence[str]) -> str | None:
+            return candidates[0] if candidates and (is_answer or len(candidates) == 1) else None
+
+        fitting = waiting if len(holders) == 1 else [one for one in waiting if fits(one)]
+        return (
+            one_of(fitting)
+            or next((one for one in holders if self._known[one].asking == whole), None)
+            or self._branching(self._holders.get(whole, ()))
+            or one_of(waiting)
+            or self._branching(holders)
+        )
 
     def _branching(self, holders: Sequence[str]) -> str | None:
         """The trajectory that goes back to this point, if it is idle and no other one was there."""

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterable, Mapping
+from functools import partial
 from hashlib import sha256
 from typing import Any
 
@@ -36,6 +37,7 @@ from gateway.tokens.book import TokenBook
 from gateway.turns.ask import Ask
 from gateway.turns.ids import new_id
 from gateway.turns.repeats import retry_of
+from scheduling.types import ACTIVE
 
 # Larger hints mean no more than this: engines get the number scaled, and it must stay a 64-bit integer there.
 _MAX_HINT = 1_000
@@ -122,7 +124,8 @@ class RequestReader:
         trajectory_id, is_inferred, history = identity.trajectory_id, False, None
         if trajectory_id is None:
             is_inferred, history = True, self._histories.read(request)
-            trajectory_id = self._conversations.continued(request, history) or f"t-{new_id()[:24]}"
+            fits = partial(self._fits, model, identity)
+            trajectory_id = self._conversations.continued(request, history, fits) or f"t-{new_id()[:24]}"
         entry = self._ledger.get(trajectory_id)
         has_begun = entry is not None and entry.turns and entry.record.output_tokens
         if isinstance(request, LazyObject) and not has_begun:
@@ -150,6 +153,20 @@ class RequestReader:
             history,
             is_retry,
             retry_key,
+        )
+
+    def _fits(self, model: str, identity: Identity, trajectory_id: str) -> bool:
+        """Whether a request without an id may well be of this trajectory: it has not ended, is of the group and the
+        rollout that the request names, and asked the same model last.
+        """
+        entry = self._ledger.get(trajectory_id)
+        if entry is None or entry.record.state is not ACTIVE or not entry.turns:
+            return False
+        record = entry.record
+        return (
+            entry.turns[-1].get("model") == model
+            and identity.group_id in (None, record.group_id)
+            and identity.rollout_id in (None, record.rollout_id)
         )
 
     def _model(self, request: Mapping[str, Any]) -> str:

@@ -7,8 +7,10 @@ import httpx
 import orjson
 import pytest
 
-from tests.api.conftest import CHAT, GENERATE, HELLO, MODEL, Site, running_site
+from tests.api.conftest import CHAT, DONE, GENERATE, HELLO, MODEL, Site, Wire, running_site, toy
 from tests.api.differential import assembled, events_of
+from tests.support.engine import fixed, recorded_engine
+from tests.support.gateway import ADMIN, eventually
 
 pytestmark = pytest.mark.usefixtures("token_legs")
 
@@ -137,6 +139,35 @@ async def test_siblings_without_ids_are_trajectories_of_one_group(site: Site, ap
         for number, answer in enumerate(firsts)
     ]
     assert {answer.headers["x-trajectory-id"] for answer in seconds} <= set(ids)
+
+
+@pytest.mark.parametrize("how", ["aborted", "finished", "rollout", "group", "model"])
+async def test_a_turn_without_an_id_continues_the_sibling_that_it_fits(wire: Wire, how: str) -> None:
+    """Greedy siblings get equal answers. The next turn is not of the one that was aborted (a 409) or finished, nor of
+    the one in another rollout or group, or of another model, as long as one that fits waits."""
+    async with recorded_engine(toy(model="other")) as other, running_site() as site:
+        added = await site.client.post("/v1/engines", headers=ADMIN, json={"url": other.url})
+        assert added.status_code < 300, added.text
+
+        async def knows_both() -> bool:
+            return len((await site.client.get("/v1/models")).json()["data"]) == 2
+
+        await eventually(knows_both)
+        for engine in (site.engine, other):
+            engine.scripts[wire.path] = fixed(200, wire.chunk("ls", "stop") + DONE, b"text/event-stream")
+        theirs: dict[str, Any] = {"rollout": {"x-rollout-id": "1"}, "group": {"x-group-id": "1"}}.get(how, {})
+        ours = dict.fromkeys(theirs, "2")
+        first = await site.chat(headers=theirs, stream=True, model="other" if how == "model" else MODEL)
+        second = await site.chat(headers=ours, stream=True)
+        name = first.headers["x-trajectory-id"]
+        match how:
+            case "aborted":
+                await site.client.delete(f"/v1/trajectories/{name}")
+            case "finished":
+                await site.client.post(f"/v1/trajectories/{name}/finish")
+        messages = [*HELLO, {"role": "assistant", "content": "ls"}, {"role": "user", "content": "a.txt"}]
+        next_ = await site.chat(headers=ours, stream=True, messages=messages)
+        assert (next_.status_code, next_.headers["x-trajectory-id"]) == (200, second.headers["x-trajectory-id"])
 
 
 async def test_equal_requests_that_name_only_a_user_are_not_joined(site: Site) -> None:

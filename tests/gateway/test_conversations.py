@@ -28,8 +28,8 @@ def chat(*messages: dict) -> dict:
     return {"model": "m", "messages": [SYSTEM, QUESTION, *messages]}
 
 
-def continued(conversations: Conversations, body: dict) -> str | None:
-    return conversations.continued(body, History(body))
+def continued(conversations: Conversations, body: dict, fitting: str = "abcdefgh") -> str | None:
+    return conversations.continued(body, History(body), lambda trajectory_id: trajectory_id in fitting)
 
 
 def remember(conversations: Conversations, trajectory_id: str, body: dict, answer: object) -> None:
@@ -168,6 +168,28 @@ def test_a_sibling_that_has_not_continued_comes_first(conversations: Conversatio
     assert continued(conversations, first) == "a"
     remember(conversations, "a", first, called("c2"))
     assert continued(conversations, second) == "b"
+
+
+def test_siblings_that_fit_come_first(conversations: Conversations) -> None:
+    """A sibling that has ended, or is of another rollout, waits behind an equal answer too. It gets a turn only after
+    those that fit, and neither their retries nor a question that one of them asked before."""
+    for name in ("old", "a", "b"):
+        remember(conversations, name, chat(), called("c1"))
+    first, second, third, fourth = (chat(called("c1"), result("c1", text)) for text in ("1", "2", "3", "4"))
+    assert [continued(conversations, body, "ab") for body in (first, second, second)] == ["a", "b", "b"]
+    remember(conversations, "a", first, called("c2"))
+    assert continued(conversations, first, "ab") == "a", "its answer was lost"
+    assert continued(conversations, third, "ab") == "old"
+    assert continued(conversations, fourth, "ab") is None
+
+
+def test_a_sibling_that_does_not_fit_is_no_reason_to_doubt_a_rewritten_answer(conversations: Conversations) -> None:
+    """Of several that asked the same and were answered differently, the one that fits gets the next turn."""
+    body = chat(called("c1"), result("c1", "x"))
+    for name in ("old", "a"):
+        remember(conversations, name, body, called(f"{name}2"))
+    rewritten = {"messages": [*body["messages"], {"role": "assistant", "content": "Calling tools"}, QUESTION]}
+    assert continued(conversations, rewritten, "a") == "a"
 
 
 def test_identical_siblings_are_not_joined(conversations: Conversations) -> None:
