@@ -6,7 +6,8 @@ continues that trajectory. Rules:
   frameworks leave out an answer that is empty, so if just one sibling got such an answer, what adds a message is its.
 - Siblings with equal answers share a digest too. They are assigned in the order in which their answers came, those that
   fit the request before others. A trajectory that is at work is not assigned again, except for the very same request: a
-  retry.
+  retry. A request with more answers, all unknown, is no next turn of one that waits behind an answer that others share:
+  it may be of another one, whose older messages were shortened.
 - Siblings whose answers differ only in their thoughts share a digest, because most clients leave thoughts out. If a
   client sends them back, a second digest finds its own trajectory.
 - A request that branches off at an earlier answer of a trajectory continues that trajectory, if it is idle and no other
@@ -75,14 +76,16 @@ class Conversations:
             fits: whether the rest of the request speaks for a trajectory; asked if siblings got equal answers.
         """
         digests, whole = self._digests(body, history)
+        last_question, is_last = history.asked[-1][0] if history.asked else "", True
         for digest, is_answer in reversed(digests):
             if holders := self._holders.get(digest):
-                waiting = self._waiting(holders, digest)
+                waiting = self._waiting(holders, digest) if is_last or len(holders) == 1 else []
                 trajectory_id = self._choose(holders, waiting, is_answer, whole, fits)
                 if trajectory_id is not None:
                     self._known[trajectory_id].asking = whole
                     self._known.move_to_end(trajectory_id)
                 return trajectory_id
+            is_last = is_last and digest != last_question
         return None
 
     def remember(self, trajectory_id: str, body: Mapping[str, Any], history: History, answer: object) -> None:

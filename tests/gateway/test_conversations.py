@@ -192,6 +192,27 @@ def test_a_sibling_that_does_not_fit_is_no_reason_to_doubt_a_rewritten_answer(co
     assert continued(conversations, rewritten, "a") == "a"
 
 
+@pytest.mark.parametrize("num_shortened", [1, 2, 3])
+def test_a_shortened_history_is_not_of_a_sibling_that_waits(conversations: Conversations, num_shortened: int) -> None:
+    """An agent that replaces old results (SWE-agent's observations, screenshots) has given answers since the last one
+    that is known. A sibling that waits behind that one gave none of them."""
+    messages: list[dict] = []
+    remember(conversations, "a", chat(), called("c0"))
+    for turn in range(num_shortened):
+        messages += [called(f"c{turn}"), result(f"c{turn}", f"{turn}.txt")]
+        assert continued(conversations, chat(*messages)) == "a"
+        remember(conversations, "a", chat(*messages), called(f"c{turn + 1}"))
+    shortened = [
+        message | {"content": "(old output)"} if message["role"] == "tool" else message for message in messages
+    ]
+    body = chat(*shortened, called(f"c{num_shortened}"), result(f"c{num_shortened}", "y"))
+    assert continued(conversations, body) == "a", "nobody else had its first answer"
+    conversations.release("a")
+    remember(conversations, "b", chat(), called("c0"))
+    assert continued(conversations, body) is None
+    assert continued(conversations, chat(called("c0"), result("c0", "y"))) == "b"
+
+
 def test_identical_siblings_are_not_joined(conversations: Conversations) -> None:
     """Even with equal tool results, siblings stay apart: joining them would sample once where two samples were
     requested."""
