@@ -12,7 +12,7 @@ import pytest
 from fastapi import FastAPI
 from pydantic import BaseModel
 
-from controller.fleet_file import FleetFile
+from controller.fleet_file import FleetFile, load_fleet_file
 from gateway import metrics
 from gateway.api.openapi import declare_hot_routes
 from gateway.config import Settings
@@ -134,6 +134,17 @@ def test_every_key_of_a_fleet_file_is_documented() -> None:
             table = table if key.startswith(".") else key.rpartition(".")[0]
             named.add(table + key if key.startswith(".") else key)
     assert named == _fleet_keys() - {"admin_key"}, "the admin key is never in the file"
+
+
+def test_whole_fleet_files_can_be_used_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That for simulated engines was a list of keys, which put into the file above them made one that is refused."""
+    monkeypatch.setenv("HEDDLE_ADMIN_KEY", "key")
+    text = (ROOT / "docs/controller.md").read_text()
+    kinds = set()
+    for content in re.findall(r"^```toml\n(fleet = .+?)^```", text, re.MULTILINE | re.DOTALL):
+        (tmp_path / "fleet.toml").write_text(content)
+        kinds.add(load_fleet_file(tmp_path / "fleet.toml").engine.kind)
+    assert kinds == {"vllm", "sim"}
 
 
 def test_documented_metrics_match_the_existing_ones() -> None:
