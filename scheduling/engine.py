@@ -49,6 +49,7 @@ class Engine:
         held_prompts: the first prompts of its residents.
         tool_calls: how long the fleet's tool calls take.
         reserved_for: a waiting turn that it gathers room for. Other turns enter only if they are more urgent.
+        longest_at: when the longest remaining output of its residents was last looked up.
         slowness: how slow it is, if nobody measured it.
         transit: how long legs are on their way here.
         gathering: when they are sent.

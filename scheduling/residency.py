@@ -6,6 +6,7 @@ and prefill every context again and again.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import repeat
 from math import exp2, inf
 
 from scheduling.engine import Engine
@@ -117,14 +118,8 @@ def claims_beyond_capacity(engine: Engine, trajectories: Mapping[str, Trajectory
         return []
     idle = [trajectory for trajectory in map(trajectories.__getitem__, engine.claims) if not _runs(trajectory)]
     idle.sort(key=lambda trajectory: trajectory.key, reverse=True)
-    leaving: list[str] = []
-    left_by_each = engine.held_prompts.left_by([trajectory.trajectory_id for trajectory in idle])
-    for trajectory in idle:
-        if excess_tokens <= 0:
-            break
-        leaving.append(trajectory.trajectory_id)
-        excess_tokens -= engine.claims[trajectory.trajectory_id] - next(left_by_each)
-    return leaving
+    trajectory_ids = [trajectory.trajectory_id for trajectory in idle]
+    return _until_freed(engine, trajectory_ids, excess_tokens, engine.held_prompts.left_by(trajectory_ids))
 
 
 def room_for_a_program(engine: Engine, turn: Turn, at: float, limits: Limits) -> list[str] | None:
@@ -149,7 +144,7 @@ def programs_to_pause(engine: Engine, trajectories: Mapping[str, Trajectory], at
         return []
     idle = [trajectory_id for trajectory_id in engine.claims if not _runs(trajectories[trajectory_id])]
     idle.sort(key=lambda trajectory_id: (trajectory_id not in engine.in_tool, engine.claims[trajectory_id]))
-    return _until_freed(engine, idle, excess_tokens)
+    return _until_freed(engine, idle, excess_tokens, repeat(0))
 
 
 HELD = Residency(claims_giving_way, claims_beyond_capacity, free_and_idle_tokens)
@@ -170,13 +165,16 @@ def _fading_tokens(engine: Engine, at: float) -> float:
     return engine.kv_claimed - sum(faded, 0.0)
 
 
-def _until_freed(engine: Engine, trajectory_ids: Iterable[str], excess_tokens: float) -> list[str]:
+def _until_freed(
+    engine: Engine, trajectory_ids: Iterable[str], excess_tokens: float, left_by_each: Iterable[int]
+) -> list[str]:
+    """As many of these trajectories, the first ones first, as free so many tokens. Of its claim, each leaves some."""
     leaving: list[str] = []
-    for trajectory_id in trajectory_ids:
+    for trajectory_id, left_tokens in zip(trajectory_ids, left_by_each, strict=False):
         if excess_tokens <= 0:
             break
         leaving.append(trajectory_id)
-        excess_tokens -= engine.claims[trajectory_id]
+        excess_tokens -= engine.claims[trajectory_id] - left_tokens
     return leaving
 
 
