@@ -22,6 +22,13 @@ class Node:
     def child(self, label: str) -> "Node | None":
         return self.children.get(label) if self.children else None
 
+    def new_child(self, label: str) -> "Node":
+        child = Node(label, self)
+        if self.children is None:
+            self.children = {}
+        self.children[label] = child
+        return child
+
     def add(self, log_left: float, fade: float, memory: float) -> None:
         self.weight = min(self.weight * fade + 1.0, memory)
         self.mean += (log_left - self.mean) / self.weight
@@ -58,13 +65,9 @@ def restored(top: Node, rows: list[list[object]]) -> Iterator[Node]:
             raise ValueError("a node that is none")
         if parent_number >= len(nodes):
             raise ValueError("a node before its parent")
-        parent = nodes[parent_number] if parent_number >= 0 else top
-        node = Node(label, parent)
+        node = (nodes[parent_number] if parent_number >= 0 else top).new_child(label)
         node.weight, node.mean = float(weight), float(mean)  # type: ignore[arg-type]
         node.at, node.seen = int(at), int(seen)  # type: ignore[call-overload]
         node.sample = array("f", sample) if sample else None
-        if parent.children is None:
-            parent.children = {}
-        parent.children[label] = node
         nodes.append(node)
         yield node

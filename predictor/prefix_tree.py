@@ -17,7 +17,7 @@ Source: C-MLFQ of Libra (arXiv 2606.03077).
 
 import math
 from collections import OrderedDict
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -75,11 +75,11 @@ class _Path:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """The log of the output left, the sibling evidence behind it, and the node whose sample gives its shape."""
+    """The log of the output left, the sibling evidence behind it, and the sample that gives its shape."""
 
     log_left: float
     siblings: float
-    shape: Node | None
+    sample: Sequence[float]
 
 
 class TreePredictor:
@@ -188,7 +188,7 @@ class TreePredictor:
         general, weight = math.log(settings.typical_tokens), settings.prior_weight
         differs, prompt_weight = 0.0, self._prompt_weight()
         siblings = self._weight(here) if here else 0.0
-        shape: Node | None = None
+        sample: Sequence[float] = ()
         for label in (None, *chain):
             if label is not None:
                 everywhere = everywhere.child(label) if everywhere else None
@@ -198,22 +198,22 @@ class TreePredictor:
             num = self._weight(everywhere)
             general = (num * everywhere.mean + weight * general) / (num + weight)
             if everywhere.sample is not None and len(everywhere.sample) >= settings.sample // 2:
-                shape = everywhere
+                sample = everywhere.sample
             if here is not None:
                 num = self._weight(here)
                 differs = (num * (here.mean - general) + prompt_weight * differs) / (num + prompt_weight)
             weight = settings.node_weight
-        return _Place(general + differs, siblings, shape)
+        return _Place(general + differs, siblings, sample)
 
     def _law(self, place: _Place) -> tuple[float, float]:
         """Mean and 90th percentile of the output left."""
         prompt_weight = self._prompt_weight()
         # For a prompt without siblings, all the variance; for one with many, the part between siblings.
         spread_share = math.sqrt((1 + 1 / (place.siblings + prompt_weight)) / (1 + 1 / prompt_weight))
-        if place.shape is None or place.shape.sample is None:
+        if not place.sample:
             spread = self._settings.spread * spread_share
             return math.exp(place.log_left + spread**2 / 2), math.exp(place.log_left + _P90_OF_NORMAL * spread)
-        values = sorted(place.shape.sample)
+        values = sorted(place.sample)
         middle = fmean(values)
         mean = fmean([math.exp(spread_share * (value - middle)) for value in values])
         rank = 0.9 * (len(values) - 1)
@@ -257,14 +257,8 @@ class TreePredictor:
         path = []
         node = self._top
         for label in (key, *chain):
-            child = node.child(label)
-            if child is None:
-                child = Node(label, node)
-                if node.children is None:
-                    node.children = {}
-                node.children[label] = child
-            path.append(child)
-            node = child
+            node = node.child(label) or node.new_child(label)
+            path.append(node)
         return path
 
     def _learn_variances(self, key: str, log_total: float) -> None:
