@@ -4,6 +4,7 @@ import math
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from predictor.replay import ReplayedPrediction
 
@@ -70,18 +71,17 @@ def log_pearson(predicted: Sequence[float], truth: Sequence[float]) -> float:
 
 def kendall(xs: Sequence[float], ys: Sequence[float]) -> float:
     """Kendall's tau-b: ties count neither way. 0 if one of them is constant."""
-    order = sorted(range(len(xs)), key=lambda index: xs[index])
     before: list[float] = []
     balance = 0
-    for _, tied in _runs(order, xs):
+    ties = _ties(xs)
+    for tied in ties:
         for index in tied:
             balance += bisect_left(before, ys[index]) - (len(before) - bisect_right(before, ys[index]))
         for index in tied:
             insort(before, ys[index])
     pairs = math.comb(len(xs), 2)
-    untied_x = pairs - sum(math.comb(len(tied), 2) for _, tied in _runs(order, xs))
-    y_order = sorted(range(len(ys)), key=lambda index: ys[index])
-    untied_y = pairs - sum(math.comb(len(tied), 2) for _, tied in _runs(y_order, ys))
+    untied_x = pairs - sum(math.comb(len(tied), 2) for tied in ties)
+    untied_y = pairs - sum(math.comb(len(tied), 2) for tied in _ties(ys))
     return balance / math.sqrt(untied_x * untied_y) if untied_x and untied_y else 0.0
 
 
@@ -101,12 +101,7 @@ def recall(predicted: Sequence[float], truth: Sequence[float], longest: float, a
     return found / len(wanted)
 
 
-def _runs(order: Sequence[int], values: Sequence[float]) -> list[tuple[float, list[int]]]:
-    """Neighbours in `order` with equal values, grouped."""
-    runs: list[tuple[float, list[int]]] = []
-    for index in order:
-        if runs and runs[-1][0] == values[index]:
-            runs[-1][1].append(index)
-        else:
-            runs.append((values[index], [index]))
-    return runs
+def _ties(values: Sequence[float]) -> list[list[int]]:
+    """The places of equal values together, the smallest value first."""
+    in_order = sorted(range(len(values)), key=values.__getitem__)
+    return [list(tied) for _, tied in groupby(in_order, key=values.__getitem__)]
