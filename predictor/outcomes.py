@@ -102,9 +102,7 @@ def _turn(
         yield outcome(name or result.name, characters, status_of(text, result.is_error), settings)
 
 
-def _is_answer(message: object) -> bool:
-    if not isinstance(message, Mapping):
-        return False
+def _is_answer(message: Mapping[str, object]) -> bool:
     if message.get("role") == "assistant":
         return True
     kind = message.get("type")
