@@ -57,8 +57,8 @@ def load_trace(
         limit: Most trajectories to take, in whole groups drawn with `seed`. None: all.
         max_turns: Later turns are left out. None: all turns stay.
         scale: Multiplies every length.
-        max_context_tokens: The context of the model: lengths are scaled until all fit (`Workload.fitted`).
         tool_scale: Multiplies every tool time. None: `scale`.
+        max_context_tokens: The context of the model: lengths are scaled until all fit (`Workload.fitted`).
         max_tool_s: Longer tool calls are shortened to this, after scaling.
 
     Raises:
