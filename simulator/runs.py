@@ -5,11 +5,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from predictor import replay
-from predictor.prefix_tree import TreePredictor
-from predictor.progress import Predictor, Progress
-from predictor.siblings import SiblingPredictor
-from predictor.tabular import TabularPredictor
+from predictor import named
+from predictor.progress import Predictor
+from predictor.training import learn_trajectories
 from scheduling.policy import POLICIES, Policy
 from simulator.bound import best_fleet_bound_s, fleet_bound_s
 from simulator.fault_draws import FaultDraws
@@ -19,11 +17,7 @@ from simulator.rollout import Log, Rollout
 from simulator.scenario import Fleet, Scenario
 from workloads.trajectories import Trajectory, Workload
 
-PREDICTORS: dict[str, Callable[[], Predictor]] = {
-    "siblings": SiblingPredictor,
-    "tabular": TabularPredictor,
-    "tree": TreePredictor,
-}
+PREDICTORS = {name: named.PREDICTORS[name] for name in ("siblings", "tabular", "tree")}
 """The predictors that learn, by name; `oracle` and `noisy:CORRELATION` know the truth."""
 
 
@@ -127,13 +121,8 @@ def experienced(scenario: Scenario, name: str, workloads: Sequence[Workload], se
 def _learned(scenario: Scenario, name: str, seed: int) -> bytes:
     """What a predictor learns from earlier rollouts: events in order, without engines, so nothing waits."""
     predictor = PREDICTORS[name]()
-
-    def ask(progress: Progress) -> tuple[float, None]:
-        return predictor.predict(progress).total_tokens, None
-
     for workload in scenario.earlier_workloads(seed):
-        for _ in replay.play(workload.trajectories, predictor, ask, "together"):
-            pass
+        learn_trajectories(predictor, workload.trajectories)
     return predictor.dump()
 
 
