@@ -11,7 +11,6 @@ are skipped, and a last line that is cut off. The file may be gzipped.
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO, get_args
 
 import orjson
@@ -74,7 +73,7 @@ class LogWriter:
     def __enter__(self) -> "LogWriter":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self._file.close()
 
     def __call__(self, event: Event, actions: list[Action]) -> None:

@@ -185,14 +185,10 @@ def detail_path(folder: Path, job: Job) -> Path:
 
 def best_tp(case: Case, policy: str, done: Makespans, predictor: str = LEARNED) -> int | None:
     """The best fixed TP in hindsight: by the mean over the seeds that all contenders have. None: not known yet."""
-    by_tp = {tp: _by_seed(case, policy, tp, done, predictor) for tp in case.tps}
-    contenders = {tp: runs for tp, runs in by_tp.items() if tp in _contenders(case, policy, done, predictor) and runs}
-    if not contenders:
-        return None
-    common = set.intersection(*(set(runs) for runs in contenders.values()))
-    if not common:
-        return None
-    return min(contenders, key=lambda tp: fmean(contenders[tp][seed] for seed in common))
+    contenders = _contenders(case, policy, done, predictor)
+    runs = {tp: _by_seed(case, policy, tp, done, predictor) for tp in case.tps if tp in contenders}
+    common = set.intersection(*map(set, runs.values())) if runs else set()
+    return min(runs, key=lambda tp: fmean(runs[tp][seed] for seed in common)) if common else None
 
 
 def leaders(case: Case, done: Makespans) -> tuple[str, ...]:
