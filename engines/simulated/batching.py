@@ -113,11 +113,11 @@ class Batching:
         """Take a sequence out of the batch; what it computed of its pieces remains as cache."""
         room, progress.room = progress.room, None
         assert room is not None
-        if progress.finish_step < 0:
-            self._batch.leave(progress)
+        is_in_prefill = progress.finish_step < 0
+        self._batch.leave(progress)
+        if is_in_prefill:
             self._kv.leave_early(room, progress.num_tokens + 1, progress.num_tokens - progress.prefill_left)
         else:
-            self._batch.leave(progress)
             self._kv.leave(room, progress.num_tokens, progress.sequence.pieces(progress.num_tokens))
         self.has_ended_some = self.has_ended_some or kind != "preempted"
         self._record(kind, progress)
