@@ -12,13 +12,12 @@ from rich.console import Console
 
 from engines.children import LaunchError, child, free_port
 from heddle.arguments import count, positive, seed, why
-from heddle.rollouts import START_TIMEOUT_S, local_gateway, play
+from heddle.rollouts import COMPARED, START_TIMEOUT_S, local_gateway, play
 from loadtest.display import print_results
 from loadtest.replayer import ReplaySettings
 from loadtest.results import RolloutResult
 from workloads.laws import draw, law_named
 
-POLICIES = (("round-robin", "round-robin / fcfs"), ("heddle", "Heddle"))
 PROFILE = "qwen3-14b-h100-tp1"
 _NEXT = (
     "Times are the engines' virtual seconds. The gateway, its queues and its HTTP are real.",
@@ -69,7 +68,7 @@ async def _run(parsed: argparse.Namespace) -> int:
         f"{parsed.slots} slots, {parsed.kv_tokens:,} KV tokens), {parsed.speed_up:g} times as fast as real ones."
     )
     results: list[RolloutResult] = []
-    for policy, title in POLICIES:
+    for policy, title in COMPARED:
         # Separate engines for each, so that no cache is warm.
         async with (
             _engines(parsed) as engines,

@@ -15,7 +15,7 @@ from engines.http import FAULTS, HttpClient
 from engines.local_vllm import DEFAULT_VENV, LocalVllm, launch_all
 from engines.tiny_model import make_tiny_model
 from heddle.arguments import count, seed, why
-from heddle.rollouts import local_gateway, play
+from heddle.rollouts import COMPARED, local_gateway, play
 from loadtest.display import print_results
 from loadtest.replayer import ReplaySettings
 from loadtest.results import RolloutResult
@@ -25,7 +25,6 @@ from workloads.traces import load_trace
 from workloads.trajectories import Workload
 
 ENGINE_TIMEOUT_S = 300.0  # Of one request; a busy machine stands still for many seconds.
-POLICIES = (("round-robin", "round-robin / fcfs"), ("heddle", "Heddle"))
 _EPILOG = """examples:
   heddle real
   heddle real --trace agents.jsonl.gz --trajectories 32 --engines 3
@@ -86,7 +85,7 @@ async def _run(parsed: argparse.Namespace, workload: Workload, model: Path) -> i
     async with launch_all(specs, parsed.work_dir, console.print) as engines:
         urls = [engine.url for engine in engines]
         await asyncio.gather(*(warm_up(url) for url in urls))
-        for policy, title in POLICIES:
+        for policy, title in COMPARED:
             for url in urls:
                 await clear_prefix_cache(url)
             async with local_gateway(urls, policy, parsed.work_dir, "--log-level", "warning") as gateway:

@@ -15,6 +15,9 @@ from loadtest.replayer import ReplaySettings, replay
 from loadtest.results import RolloutResult
 from workloads.trajectories import Workload
 
+COMPARED = (("round-robin", "round-robin / fcfs"), ("heddle", "Heddle"))
+"""The policies that both compare, each with its title."""
+
 START_TIMEOUT_S = 120.0
 
 # Engines on the gateway's machine stall with it when it is busy (seen: 20 s), but are healthy.
