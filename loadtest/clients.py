@@ -196,9 +196,9 @@ async def _read_stream(stream: Any, assembly: Assembly) -> None:
                 delta = choice.delta
                 if getattr(delta, "reasoning_content", None) or getattr(delta, "reasoning", None):
                     assembly.note_token()
-                if choice.delta.content:
-                    assembly.add_text(choice.delta.content)
-                for call in choice.delta.tool_calls or ():
+                if delta.content:
+                    assembly.add_text(delta.content)
+                for call in delta.tool_calls or ():
                     function = call.function
                     assembly.add_tool_call(
                         call.index, call.id, function and function.name, function and function.arguments
