@@ -7,7 +7,7 @@ import orjson
 
 from engines.simulated.chat import render
 from engines.simulated.dialect import Dialect
-from engines.simulated.exchange import ApiError, Exchange, InvalidField
+from engines.simulated.exchange import ApiError, Exchange, InvalidField, named_event
 from engines.simulated.fields import Body, integer, items, mapping, wishes_of
 from engines.simulated.live import Generation
 from engines.simulated.openai_api import asked_of, run
@@ -190,16 +190,16 @@ class _MessageStream:
             # What was cached is not known yet; the last event reports it.
             usage = {"input_tokens": generation.prompt_tokens, "output_tokens": 0}
             message = _envelope(self._service, self._running, [], None, usage) | {"stop_sequence": None}
-            events.append(_event({"type": "message_start", "message": message}))
+            events.append(named_event({"type": "message_start", "message": message}))
         if begin == 0 and end > 0:
             block = _block(self._running, is_empty=True)
-            events.append(_event({"type": "content_block_start", "index": 0, "content_block": block}))
+            events.append(named_event({"type": "content_block_start", "index": 0, "content_block": block}))
         self._seen = end
         merges = self._service.settings.chunk_interval_s > 0
         spans = [(begin, end)] if merges else [(at, at + 1) for at in range(begin, end)]
         deltas = [_delta(generation, *span) for span in spans]
         content = [{"type": "content_block_delta", "index": 0, "delta": delta} for delta in deltas if delta]
-        events += [_event(delta) for delta in content]
+        events += [named_event(delta) for delta in content]
         return events
 
     def last_events(self) -> list[bytes]:
@@ -208,9 +208,9 @@ class _MessageStream:
         stop_sequence = generation.answer.stop_reason if stop_reason == "stop_sequence" else None
         delta = {"stop_reason": stop_reason, "stop_sequence": stop_sequence}
         return [
-            *([_event({"type": "content_block_stop", "index": 0})] if generation.num_done else []),
-            _event({"type": "message_delta", "delta": delta, "usage": _usage(self._service, generation)}),
-            _event({"type": "message_stop"}),
+            *([named_event({"type": "content_block_stop", "index": 0})] if generation.num_done else []),
+            named_event({"type": "message_delta", "delta": delta, "usage": _usage(self._service, generation)}),
+            named_event({"type": "message_stop"}),
         ]
 
 
@@ -220,7 +220,3 @@ def _delta(generation: Generation, begin: int, end: int) -> Body | None:
         return {"type": "input_json_delta", "partial_json": arguments} if arguments else None
     text = "".join(generation.answer.texts[begin:end])
     return {"type": "text_delta", "text": text} if text else None
-
-
-def _event(content: Body) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (content["type"].encode(), orjson.dumps(content))

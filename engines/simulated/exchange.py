@@ -3,7 +3,7 @@
 import asyncio
 import socket
 import struct
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any, Literal
 
 import orjson
@@ -15,6 +15,11 @@ Send = Callable[[Message], Awaitable[None]]
 _JSON = (b"content-type", b"application/json")
 _NONSENSE = b'data: {"id": "chatcmpl-, "choices": <html>\n\n'
 _SSE_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8")]
+
+
+def named_event(content: Mapping[str, Any]) -> bytes:
+    """A server-sent event that is named after its content's `type`."""
+    return b"event: %b\ndata: %b\n\n" % (content["type"].encode(), orjson.dumps(content))
 
 
 class ApiError(Exception):

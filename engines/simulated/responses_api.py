@@ -2,11 +2,9 @@
 
 from functools import partial
 
-import orjson
-
 from engines.simulated.chat import render
 from engines.simulated.dialect import Dialect
-from engines.simulated.exchange import ApiError, Exchange
+from engines.simulated.exchange import ApiError, Exchange, named_event
 from engines.simulated.fields import Body, flag, integer, mapping, wishes_of
 from engines.simulated.live import Generation
 from engines.simulated.openai_api import asked_of, run
@@ -255,5 +253,4 @@ class _ResponseStream:
     def _event(self, kind: str, **content: object) -> bytes:
         number = self._num_events
         self._num_events += 1
-        data = orjson.dumps({"type": kind, "sequence_number": number, **content})
-        return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
+        return named_event({"type": kind, "sequence_number": number, **content})

@@ -13,7 +13,7 @@ import orjson
 
 from engines.simulated.chat import render
 from engines.simulated.dialect import Dialect
-from engines.simulated.exchange import ApiError, Exchange, InvalidField
+from engines.simulated.exchange import ApiError, Exchange, InvalidField, named_event
 from engines.simulated.fields import Body, flag, integer, items, mapping, wishes_of
 from engines.simulated.live import Generation
 from engines.simulated.openai_api import run
@@ -190,11 +190,11 @@ class _MessageStream:
 
     def last_events(self) -> list[bytes]:
         generation = self._running.generations[0]
-        closed = [_event({"type": "content_block_stop", "index": 0})] if self._is_open else []
+        closed = [named_event({"type": "content_block_stop", "index": 0})] if self._is_open else []
         delta = {"stop_reason": _stop_reason(generation)}
         usage = {"output_tokens": generation.num_done}
-        ended = _event({"type": "message_delta", "delta": delta, "usage": usage})
-        return [*self._begun(), *closed, ended, _event({"type": "message_stop"})]
+        ended = named_event({"type": "message_delta", "delta": delta, "usage": usage})
+        return [*self._begun(), *closed, ended, named_event({"type": "message_stop"})]
 
     def _of_text(self, begin: int, end: int) -> list[bytes]:
         text = "".join(self._running.generations[0].answer.texts[begin:end])
@@ -216,7 +216,7 @@ class _MessageStream:
         if self._is_open:
             return []
         self._is_open = True
-        return [*self._begun(), _event({"type": "content_block_start", "index": 0, "content_block": block})]
+        return [*self._begun(), named_event({"type": "content_block_start", "index": 0, "content_block": block})]
 
     def _begun(self) -> list[bytes]:
         if self._has_begun:
@@ -224,12 +224,8 @@ class _MessageStream:
         self._has_begun = True
         usage = _prompt_usage(self._running.generations[0]) | {"output_tokens": 0}
         message = _envelope(self._service, self._running, []) | {"usage": usage}
-        return [_event({"type": "message_start", "message": message})]
+        return [named_event({"type": "message_start", "message": message})]
 
 
 def _delta(delta: Body) -> bytes:
-    return _event({"type": "content_block_delta", "index": 0, "delta": delta})
-
-
-def _event(content: Body) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (content["type"].encode(), orjson.dumps(content))
+    return named_event({"type": "content_block_delta", "index": 0, "delta": delta})
