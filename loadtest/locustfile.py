@@ -143,7 +143,7 @@ class Agent(FastHttpUser):
         return None
 
     def _take_turn(self, body: dict[str, Any], address: Address, conversation: Conversation) -> str | None:
-        headers = {"Authorization": f"Bearer {self.options.api_key}", **address.headers}
+        headers = {**self._key(), **address.headers}
         path = f"{address.path_prefix}/v1/chat/completions"
         began_at = time.perf_counter()
         with self.client.post(
