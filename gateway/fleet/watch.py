@@ -75,7 +75,7 @@ class Watch:
             server.recheck.clear()
 
     async def _look(self, server: Server) -> None:
-        timeout_s = self._settings.observe_timeout_s
+        timeout_s, models = self._settings.observe_timeout_s, server.models
         if server.dialect is None or server.state is EngineState.LOST:
             await self._discover(server)
         assert server.dialect is not None
@@ -111,6 +111,8 @@ class Watch:
             self._circuits.changed()
             self._circuits.came()
         self._circuits.report(server, is_look=True)
+        if server.models != models:
+            self._circuits.came()  # Turns of a new one may wait for it.
 
     def _match_ranks(self, server: Server, number: int) -> None:
         """Each data-parallel rank is an engine; a server without ranks is one by itself.

@@ -124,3 +124,24 @@ async def test_turns_of_a_model_leave_a_draining_engine_that_alone_has_an_adapte
             assert drained.json()["is_drained"]
             await eventually(lambda: second.turns)
             turn.cancel()
+
+
+async def test_turns_leave_a_draining_engine_once_another_gets_their_adapter() -> None:
+    """It ran and was ready all the time."""
+    slow = SimulatedEngineSettings(model="adapter", speed_up=0.02)
+    long = chat("adapter", 1000) | {"ignore_eos": True}
+    fast = {"models_interval_s": 0.01, "observe_interval_s": 0.01}
+    async with recorded_engine(slow) as first, recorded_engine(slow) as second:
+        tell(second, "another")
+        async with (
+            running_gateway(first.url, second.url, token_legs="auto", **fast) as gateway,
+            httpx.AsyncClient(base_url=gateway.url, timeout=60) as client,
+        ):
+            turn = asyncio.create_task(client.post("/v1/chat/completions", json=long))
+            await eventually(lambda: first.turns)
+            draining = f"/v1/engines/{first.url.removeprefix('http://')}"
+            drained = await client.post(f"{draining}/drain?timeout_s=0", headers=ADMIN)
+            assert not drained.json()["is_drained"]
+            tell(second, "adapter", "another")
+            await eventually(lambda: second.turns, 20)
+            turn.cancel()
