@@ -138,6 +138,7 @@ class Legs:
                     answer = await self._answer(turn, member, response, begun.relay)
                     has_answered = True
                     return answer
+                turn.leg_runs_at(dispatch.engine_id, True)  # Nothing was sent yet, so it may go elsewhere.
                 await self._kv.bring(turn, member)
                 has_begun = True
                 outcome = await self._by_tokens(turn, dispatch, member)

@@ -51,6 +51,23 @@ async def test_kv_that_a_turn_did_not_wait_for_is_fetched_by_the_next() -> None:
         assert (last["engine"], last["kv_by"]) == (id_of(fleet.urls[1]), "fetched")
 
 
+async def test_a_turn_that_waits_for_its_kv_leaves_an_engine_that_is_drained() -> None:
+    """Nothing of it is there yet. It waited for the fetch, and then ran there to its end."""
+    hanging = Fault("hang", path="/simulate/kv", count=1)
+    async with running_fleet(engine(hanging), engine(), engine(), token_legs="auto", kv_move_timeout_s=25.0) as fleet:
+        home, target, third = map(id_of, fleet.urls)
+        messages = await fleet.begin_at_first()
+        await fleet.act(target, "uncordon")
+        await fleet.act(home, "cordon")
+        turn = asyncio.create_task(fleet.turn("t", messages))
+        await eventually(lambda: fleet.offers_kv(home))
+        await fleet.act(third, "uncordon")
+        assert (await fleet.act(target, "drain"))["is_drained"]
+        await turn
+        last = await fleet.last("t")
+        assert (last["engine"], last["kv_by"], last["legs"]) == (third, "fetched", 2)
+
+
 # Requests for one token of a context; turns at token level use other routes.
 MOVES_HANG = Fault("hang", path="/v1/completions")
 
