@@ -137,12 +137,33 @@ class Engines:
         """Pause those of a server's turns whose models other servers serve, so that they continue there.
 
         One that is loading weights counts: turns wait for the end of the load, not the drain for the end of a turn.
+        One without token routes, or too small for a turn's context, does not: it would refuse the turn.
         """
-        served = {model.model_id for model in server.models if self.fleet.serving(model.model_id)}
+        rooms = {model.model_id: self._room_for(model.model_id) for model in server.models}
         engine_ids = {member.engine_id for member in server.members}
         for turn in self._driver.live_turns():
-            if isinstance(turn, Turn) and turn.engine_id in engine_ids and turn.ask.model in served:
+            if not isinstance(turn, Turn) or turn.engine_id not in engine_ids:
+                continue
+            if self._context_tokens(turn) < rooms.get(turn.ask.model, 0):
                 turn.pause()
+
+    def _room_for(self, model: str) -> float:
+        """Tokens of the longest context with which a turn can continue from its tokens; 0 if it cannot anywhere."""
+        known = self._driver.scheduler.engines
+        able = [
+            member.engine_id
+            for member in self.fleet.serving(model)
+            if member.server.dialect is not None and member.server.dialect.tokens is not None
+        ]
+        return max([known[engine_id].room for engine_id in able if engine_id in known], default=0)
+
+    def _context_tokens(self, turn: Turn) -> int:
+        """Tokens of a turn's prompt and output so far; an estimate until its prompt is rendered."""
+        if turn.choices:
+            return max(len(one.chain.prompt_ids) + len(one.chain.output_ids) for one in turn.choices)
+        trajectory = self._driver.scheduler.trajectories.get(turn.ask.trajectory_id)
+        known = trajectory.turns.get(turn.turn_id) if trajectory is not None else None
+        return known.context_tokens if known is not None else 0
 
     def _begin_moves(self, server: Server) -> None:
         for member in server.members:

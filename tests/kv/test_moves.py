@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from engines.kv import LEASE_S
-from engines.simulated.settings import Fault
+from engines.simulated.settings import Fault, SimulatedEngineSettings
 from tests.kv.kv_fleet import TASK, Fleet, engine, first_messages, running_fleet, undisturbed_answers
 from tests.support.gateway import ADMIN, eventually
 
@@ -65,6 +65,31 @@ async def test_a_turn_drained_in_mid_generation_moves_with_its_kv() -> None:
         row = await fleet.last("t")
         assert row["engine"] != home and row["legs"] == 2
         assert await fleet.moves() == {"fetched": 1}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        pytest.param(engine(max_model_len=200), id="too small"),
+        pytest.param(engine(Fault("html", path="/v1/completions/render")), id="no token routes"),
+    ],
+)
+async def test_a_turn_that_no_other_engine_can_continue_ends_on_a_drained_one(other: SimulatedEngineSettings) -> None:
+    """It was paused. An engine that is too small for it refused it, and one without token routes began it again."""
+    async with running_fleet(engine(speed_up=2.0), other, token_legs="auto") as fleet:
+        home, other_id = (url.removeprefix("http://") for url in fleet.urls)
+        await fleet.act(other_id, "cordon")
+        running = asyncio.create_task(fleet.turn("t", first_messages(), tokens=400))
+
+        async def has_made_some() -> bool:
+            return await fleet.generated_tokens(fleet.urls[0]) > 0
+
+        await eventually(has_made_some, 60)
+        await fleet.act(other_id, "uncordon")
+        assert (await fleet.act(home, "drain"))["is_drained"]
+        await running
+        row = await fleet.last("t")
+        assert (row["engine"], row["legs"]) == (home, 1)
 
 
 @pytest.mark.parametrize("how", ["uncordoned", "added"])
