@@ -7,7 +7,8 @@ from fastapi import FastAPI
 from fastapi.responses import JSONResponse
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from engines.weights import NewWeights, UpdateMode
+from engines.sleep import AS_STARTED
+from engines.weights import STARTED_WITH, NewWeights, UpdateMode
 from gateway.api.given import storable
 from gateway.api.parts import NEED_ADMIN, part
 from gateway.http.errors import api_error
@@ -19,6 +20,8 @@ _VERSION = r"^[\x21-\x7e]+$"
 def _sendable(version: str) -> str:
     if not re.search(_VERSION, version):
         raise ValueError(f"must be printable ASCII without spaces, not {version[:100]!r}")
+    if version in (STARTED_WITH, AS_STARTED):
+        raise ValueError(f"must not be {version!r}, as engines call the weights that they were started with")
     return version
 
 

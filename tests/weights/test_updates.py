@@ -411,6 +411,8 @@ async def test_an_engine_that_is_removed_in_mid_update_stays_removed() -> None:
         ({"transfer": {"update_info": {}}, "transfer_of": {"nobody": {"init_info": {}}}}, 404, "nobody"),
         ({"mode": "abort"}, 400, "mode"),
         ({"version": ""}, 400, "version"),
+        ({"version": "default"}, 400, "started with"),
+        ({"version": "as-started"}, 400, "started with"),
     ],
 )
 async def test_an_invalid_update_is_refused(order: dict[str, Any], status: int, message: str) -> None:
