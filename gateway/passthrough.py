@@ -5,10 +5,10 @@ them.
 import asyncio
 from codecs import BOM_UTF8
 
-from engines.http import FAULTS, AnswerTooLarge
+from engines.http import FAULTS, AnswerTooLarge, Response
 from gateway.config import Settings
 from gateway.fleet.fleet import Fleet
-from gateway.http.client import Client, ClientLeft
+from gateway.http.client import Client, ClientLeft, Headers, header_lines
 from gateway.http.errors import Api, api_error, engine_error
 from gateway.http.outlet import Outlet
 from gateway.http.refusals import Refused, bad_model, no_engine, no_engine_with
@@ -26,6 +26,8 @@ PASSTHROUGH_ROUTES: dict[str, Api] = {
 }
 
 _NO_ROUTE = (404, 405)
+# Embeddings in bytes need it to be read (vLLM 0.32, pooling/utils.py).
+_METADATA = b"metadata"
 
 
 class Passthrough:
@@ -56,13 +58,13 @@ class Passthrough:
             asking.cancel()
         if asking.cancelled():
             raise ClientLeft
-        status, answer = asking.result()
+        status, answer, form = asking.result()
         if status != 200:
             raise Refused(engine_error(status, answer))
-        outlet.whole(200, answer)
+        outlet.whole(200, answer, form=form)
 
-    async def _ask(self, path: str, body: bytes, model: str | None) -> tuple[int, bytes]:
-        """The first answer that is not its engine's failure, else the last: its status and body. Raises Refused.
+    async def _ask(self, path: str, body: bytes, model: str | None) -> tuple[int, bytes, Headers]:
+        """The first answer that is not its engine's failure, else the last: its status, body and form. Raises Refused.
 
         An engine that lacks the route has not been tried: kinds of engines differ in the routes that they have.
         """
@@ -74,8 +76,8 @@ class Passthrough:
             if model is not None and self._fleet.serving(None):
                 raise no_engine_with(model)
             raise no_engine(len(self._fleet.members()))
-        answered: tuple[int, bytes] | None = None
-        lacking: tuple[int, bytes] | None = None
+        answered: tuple[int, bytes, Headers] | None = None
+        lacking: tuple[int, bytes, Headers] | None = None
         failure: Exception | None = None
         num_tries = 0
         for member in members:
@@ -89,9 +91,9 @@ class Passthrough:
                 answer = await response.body(self._settings.max_answer_bytes, self._settings.silence_timeout_s)
                 has_answered = True
                 if response.status in _NO_ROUTE:
-                    lacking = response.status, answer
+                    lacking = response.status, answer, _form(response)
                     continue
-                answered = response.status, answer
+                answered = response.status, answer, _form(response)
                 if response.status < 500 and response.status != 429:
                     break
             except AnswerTooLarge as error:  # every engine would answer the same
@@ -108,3 +110,11 @@ class Passthrough:
         answered = answered or lacking
         assert answered is not None, "every engine answered, failed or lacks the route"
         return answered
+
+
+def _form(response: Response) -> Headers:
+    """The headers that tell how to read an answer's body."""
+    form = [(b"content-type", response.headers.get(b"content-type", b"application/json"))]
+    if _METADATA in response.headers:
+        form.append((_METADATA, response.headers[_METADATA]))
+    return header_lines(form)

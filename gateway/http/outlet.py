@@ -63,10 +63,10 @@ class Outlet:
         if self._head is None:
             self.engine_id, self.queued_ms = engine_id, round(queued_s * 1000)
 
-    def whole(self, status: int, body: bytes, headers: Headers = b"") -> None:
-        """Send a whole JSON answer."""
+    def whole(self, status: int, body: bytes, headers: Headers = b"", form: Headers = _JSON) -> None:
+        """Send a whole answer; `form` is the headers that tell how to read its body."""
         self.has_begun = True
-        self._start(status, _JSON + headers, len(body))
+        self._start(status, form + headers, len(body))
         self.go_on(body, more=False)
 
     def stream(self, data: bytes, more: bool = True) -> bool:

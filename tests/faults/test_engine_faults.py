@@ -596,6 +596,24 @@ async def test_embeddings_that_are_too_large_are_made_once(client: httpx.AsyncCl
         assert len(one.posts) + len(other.posts) == 1
 
 
+async def test_embeddings_in_bytes_come_with_what_describes_them(client: httpx.AsyncClient) -> None:
+    """vLLM's `"encoding_format": "bytes"`: a header tells where each vector is. They came as JSON, without it."""
+    vectors, metadata = b"\x00\x00\x80?", '{"data":[{"index":0,"start":0,"end":4}]}'
+
+    async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        described = b"application/octet-stream\r\nmetadata: " + metadata.encode()
+        writer.write(whole(vectors, content_type=described))
+        await writer.drain()
+
+    async with raw_engine(answer) as engine, running_gateway(engine.url) as gateway:
+        await eventually(lambda: is_ready(client, gateway.url, 1))
+        asked = {"model": "simulated", "input": ["x"], "encoding_format": "bytes"}
+        response = await client.post(gateway.url + "/v1/embeddings", json=asked)
+        assert (response.status_code, response.content) == (200, vectors)
+        assert response.headers["content-type"] == "application/octet-stream"
+        assert response.headers["metadata"] == metadata
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_engine_that_dies_loses_only_streams_that_had_begun(client: httpx.AsyncClient, stream: bool) -> None:
     """Of sixteen turns, whole answers all come from the other engine; streams that had begun end with an error
