@@ -65,7 +65,8 @@ class Front:
         self._api = api
         self._metrics = metrics
         self._log = log
-        self.end_watches = end_watches
+        self._end_watches = end_watches
+        self._watching: set[Client] = set()
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -92,6 +93,15 @@ class Front:
                 raise
             await self._refuse(client, path, shutting_down())
 
+    def end_watches(self) -> None:
+        """End the answers that have no end of their own. The connection of a client that takes no more is cut, because
+        the shutdown would wait for it as for a turn.
+        """
+        self._end_watches()
+        for client in self._watching:
+            if isinstance(client, Exchange) and client.is_full:
+                client.cut()
+
     async def _serve(self, scope: dict[str, Any], client: Client, path: str, receive: Receive, send: Send) -> None:
         """Answer one request. Raises Refused, or ClientLeft."""
         if self._is_head_too_large(scope):
@@ -110,12 +120,16 @@ class Front:
         # FastAPI's routes do not accept HEAD; uvicorn omits the body of its answer.
         method = "GET" if scope["method"] == "HEAD" and path != _ENDLESS_PATH else scope["method"]
         shown = {**scope, "method": method, "path": path, "raw_path": path.encode()}
+        if path == _ENDLESS_PATH:
+            self._watching.add(client)
         try:
             await self._api(shown, receive, _with_id(send, request_id))
         except StoreError as error:  # in the middle of an export, whose connection breaks
             self._log.broken_off(request_id, str(error))
         except Exception:  # its client has been told
             self._log.defect(request_id)
+        finally:
+            self._watching.discard(client)
 
     def take(self, exchange: Exchange) -> bool:
         """Serve a turn request that is complete, without a task; False, with nothing done, for any other."""

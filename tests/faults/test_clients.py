@@ -422,6 +422,24 @@ async def test_a_client_that_leaves_the_last_bytes_unread_is_disconnected(client
             await eventually(lambda: not is_served(mine), timeout_s=20)
 
 
+async def test_a_watcher_that_reads_nothing_does_not_hold_up_a_shutdown() -> None:
+    """A pager, or a process that was stopped. The gateway waited for it until `shutdown_timeout_s`."""
+    with socket.socket() as suspended:
+        suspended.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        async with asyncio.timeout(110), running_gateway(shutdown_timeout_s=3600) as gateway:
+            host, _, port = gateway.url.removeprefix("http://").partition(":")
+            suspended.connect((host, int(port)))
+            suspended.send(b"GET /v1/events HTTP/1.1\r\nhost: x\r\n\r\n")
+            mine, body = suspended.getsockname()[1], orjson.dumps({"rollout_id": "r" * 256, "group_id": "g" * 256})
+            head = b"POST /v1/trajectories HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write((head + b"content-length: %d\r\n\r\n%b" % (len(body), body)) * 10_000)
+            reading = asyncio.create_task(reader.read())
+            await eventually(lambda: bytes_waiting(mine) > HIGH_WATER_LIMIT)
+            writer.close()
+            await reading
+
+
 async def has_turns(client: httpx.AsyncClient, url: str, num: int) -> bool:
     shown = (await client.get(f"{url}/v1/trajectories/t")).json()
     return len(shown.get("turns", ())) == num
