@@ -19,6 +19,7 @@ from gateway.clock import Clock
 from gateway.passes import Passes
 from gateway.state.driver import Driver
 from gateway.state.ledger import Entry, Ledger
+from gateway.turns.progress import first_prompt_tokens
 from scheduling.reshaping import still_needed
 from scheduling.types import TrajectoryRecord, TrajectoryState
 
@@ -146,7 +147,7 @@ def _last_rollout(found: _Found, since: float) -> dict[str, Any] | None:
 def _whole(entry: Entry) -> dict[str, int]:
     """What an ended trajectory came to: its first prompt, what tools added, and what it made."""
     record = entry.record
-    first = (entry.turns[0].get("prompt_tokens") or 0) if entry.turns else 0
+    first = first_prompt_tokens(entry)
     added = max(record.context_tokens - record.output_tokens - first, 0)
     return {"output_tokens": record.output_tokens, "context_tokens": first, "new_tokens": added}
 

@@ -24,25 +24,34 @@ def progress_before_turn(
     """
     if entry is None or not entry.record.num_turns:
         return Progress(trajectory_id, group_id, prompt_id, context_tokens, context_tokens)
-    record, turns = entry.record, entry.turns
-    # The first turn is searched for only if the whole history is here, and the last one from the end: hundreds may lie
-    # between.
-    is_whole = record.num_turns <= len(turns) != turns.maxlen
-    first = _first_finished(turns) if is_whole else None
-    last = _first_finished(reversed(turns))
-    prompt_tokens = (first["prompt_tokens"] or 0) if first else 0
+    record = entry.record
+    last = _first_finished(reversed(entry.turns))  # from the end: hundreds may lie between
     last_output_tokens = last["output_tokens"] if last else 0
     return Progress(
         trajectory_id,
         group_id,
         prompt_id,
-        prompt_tokens,
+        first_prompt_tokens(entry),
         context_tokens,
         record.output_tokens,
         last_output_tokens,
         record.num_turns,
         outcomes,
     )
+
+
+def first_prompt_tokens(entry: Entry) -> int:
+    """The prompt of its first finished turn; 0 if that turn is not in its history any more, or did not tell it."""
+    num_turns, turns = entry.record.num_turns, entry.turns
+    # Failed turns, which are not among the turns counted, may have pushed it out of a full history.
+    if len(turns) < num_turns or (len(turns) == turns.maxlen and _num_finished(turns) < num_turns):
+        return 0
+    first = _first_finished(turns)
+    return (first["prompt_tokens"] or 0) if first else 0
+
+
+def _num_finished(turns: Iterable[dict[str, Any]]) -> int:
+    return sum(turn["outcome"] == "finished" for turn in turns)
 
 
 def _first_finished(turns: Iterable[dict[str, Any]]) -> dict[str, Any] | None:

@@ -18,6 +18,7 @@ from controller.gateway_client import GatewayClient
 from engines.profiles import load_profile
 from engines.simulated.settings import SimulatedEngineSettings
 from gateway.server import Listening
+from scheduling.estimate import Remaining
 from store import DEMAND, StoreSettings
 from store.redis_stream import RedisStream
 from tests.support.engine import recorded_engine
@@ -146,6 +147,36 @@ async def test_an_ended_rollout_is_reported_until_it_is_known(source: Source) ->
             found = await reported(demand, lambda work: work.last_rollout is not None, since=first.ended_at)
             assert found.last_rollout is not None
             assert [one.output_tokens for one in found.last_rollout.trajectories] == [7, 7]
+
+
+@pytest.mark.parametrize(("max_turns_kept", "is_known"), [(1_000, True), (2, True), (1, False)])
+async def test_the_first_prompt_is_that_of_the_first_turn_that_finished(
+    max_turns_kept: int, is_known: bool, source: Source
+) -> None:
+    """A turn before it failed and had no prompt: the whole context counted as added by tools. A history without that
+    turn has no first prompt: that of a late turn counted as the first."""
+    body = {"model": "simulated", "max_tokens": 5, "ignore_eos": True}
+    messages = [{"role": "user", "content": "go"}]
+    kept = {"max_turns_kept": max_turns_kept}
+    async with recorded_engine(ENGINE) as engine, source.gateway(engine.url, **kept) as gateway:
+        async with httpx.AsyncClient(base_url=f"{gateway.url}/t/one", timeout=60.0) as client:
+            refused = await client.post("/v1/chat/completions", json={**body, "messages": messages, "top_p": 7})
+            assert refused.status_code == 400
+            prompts = []
+            for _ in range(2):
+                answer = (await client.post("/v1/chat/completions", json={**body, "messages": messages})).json()
+                prompts.append(answer["usage"]["prompt_tokens"])
+                messages += [answer["choices"][0]["message"], {"role": "user", "content": "go on"}]
+        async with httpx.AsyncClient(base_url=gateway.url, timeout=60.0) as client:
+            (await client.post("/v1/trajectories/one/finish")).raise_for_status()
+            turns = (await client.get("/v1/trajectories/one")).json()["turns"]
+        outcomes = [turn["outcome"] for turn in turns]
+        assert outcomes == ["refused", "finished", "finished"][-max_turns_kept:]
+        async with source.demand(gateway.url) as demand:
+            last = (await reported(demand, lambda work: work.last_rollout is not None)).last_rollout
+    assert last is not None
+    first = prompts[0] if is_known else 0
+    assert last.trajectories == (Remaining(10, first, prompts[1] - 5 - first, first),)
 
 
 async def test_a_rollout_after_the_clock_was_set_back_is_reported(

@@ -44,6 +44,12 @@ def test_a_full_history_has_no_first_prompt() -> None:
     assert progress_before_turn("t", "g", "", 500, Entry(RECORD, turns)).prompt_tokens == 0
 
 
+def test_a_full_history_that_lost_nothing_has_its_first_prompt() -> None:
+    """As many turns are kept as the trajectory had."""
+    turns = deque([turn(100, 30), turn(200, 40)], maxlen=2)
+    assert progress_before_turn("t", "g", "", 500, Entry(RECORD, turns)).prompt_tokens == 100
+
+
 def test_an_ended_trajectory_reports_its_totals() -> None:
     """The predictor learns from them."""
     assert progress_at_end(RECORD) == Progress("t", "g", context_tokens=400, output_tokens=70, num_turns=2)
