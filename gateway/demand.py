@@ -9,7 +9,7 @@ compared with the outcome, because a fleet is reshaped within a rollout only if 
 import asyncio
 import math
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,10 +25,14 @@ from scheduling.types import TrajectoryRecord, TrajectoryState
 
 _MAX_WATCHED = 20_000
 _MAX_COMPARED = 1_000
+# Of one rollout: 7 MB.
+_MAX_FORGOTTEN = 20_000
 # Trajectories looked at before other tasks run: 2 ms.
 _SLICE = 400
 # With fewer, a correlation is chance.
 _MIN_COMPARED = 8
+
+_Ended = dict[str, tuple[float, dict[str, int]]]
 
 
 @dataclass(slots=True)
@@ -38,13 +42,13 @@ class _Found:
     Args:
         remaining: of each active trajectory, as JSON.
         going_on: rollouts with active trajectories.
-        finished: finished trajectories, by rollout.
+        finished: finished trajectories, by rollout and id: when each one ended, and what it came to.
         ended_at: when the last of them ended, by rollout.
     """
 
     remaining: list[bytes] = field(default_factory=list)
     going_on: set[str | None] = field(default_factory=set)
-    finished: defaultdict[str | None, list[Entry]] = field(default_factory=lambda: defaultdict(list))
+    finished: defaultdict[str | None, _Ended] = field(default_factory=lambda: defaultdict(dict))
     ended_at: defaultdict[str | None, float] = field(default_factory=lambda: defaultdict(float))
 
     def add(self, entry: Entry) -> None:
@@ -55,8 +59,17 @@ class _Found:
             self.going_on.add(rollout_id)
             self.remaining.append(orjson.dumps(_remaining(record)))
         elif record.state is TrajectoryState.FINISHED and record.num_turns:
-            self.finished[rollout_id].append(entry)
+            self.finished[rollout_id][record.trajectory_id] = record.last_at, _whole(entry)
             self.ended_at[rollout_id] = max(self.ended_at[rollout_id], record.last_at)
+
+    def add_forgotten(self, before: Mapping[str | None, _Ended]) -> None:
+        """Count what an earlier pass found finished and is forgotten by now, as long as anything of its rollout is
+        here: a rollout may take longer than `retention_s`.
+        """
+        for rollout_id in before.keys() & (self.going_on | self.finished.keys()):
+            there = self.finished[rollout_id]
+            forgotten = [one for one in before[rollout_id].items() if one[0] not in there]
+            self.finished[rollout_id] = dict(forgotten[-_MAX_FORGOTTEN:]) | there
 
 
 class Demand:
@@ -70,6 +83,7 @@ class Demand:
         self._passes = passes
         self._one_at_a_time = asyncio.Lock()
         self._next: asyncio.Task[_Found] | None = None
+        self._finished: Mapping[str | None, _Ended] = {}
         self._watched: OrderedDict[str, float] = OrderedDict()
         self._compared: deque[tuple[float, float]] = deque(maxlen=_MAX_COMPARED)
 
@@ -108,6 +122,8 @@ class Demand:
                     found.add(entry)
 
             await self._passes.over(self._ledger, _SLICE, look)
+            found.add_forgotten(self._finished)
+            self._finished = found.finished
             return found
 
     def _watch(self, record: TrajectoryRecord) -> None:
@@ -139,8 +155,7 @@ def _last_rollout(found: _Found, since: float) -> dict[str, Any] | None:
     last = max(ended_at, key=ended_at.__getitem__, default=None)
     if last not in ended_at or ended_at[last] <= since:
         return None
-    entries = found.finished[last]
-    trajectories = [_whole(entry) for entry in entries if last or entry.record.last_at > since]
+    trajectories = [whole for last_at, whole in found.finished[last].values() if last or last_at > since]
     return {"rollout_id": last, "ended_at": ended_at[last], "trajectories": trajectories}
 
 

@@ -179,6 +179,36 @@ async def test_the_first_prompt_is_that_of_the_first_turn_that_finished(
     assert last.trajectories == (Remaining(10, first, prompts[1] - 5 - first, first),)
 
 
+async def test_a_rollout_that_outlasts_its_first_trajectories_is_reported_whole(source: Source) -> None:
+    """They have ended and were forgotten (`retention_s`, an hour) when the last ones end. Plans for the next rollout
+    counted only the last ones, which are long."""
+    labels = {"X-Rollout-Id": "r"}
+    async with (
+        recorded_engine(ENGINE) as engine,
+        source.gateway(engine.url, retention_s=2.0) as gateway,
+        source.demand(gateway.url) as demand,
+        httpx.AsyncClient(base_url=gateway.url, timeout=60.0, headers=labels) as client,
+    ):
+
+        async def take_turn(name: str) -> None:
+            messages = [{"role": "user", "content": "go"}]
+            body = {"model": "simulated", "messages": messages, "max_tokens": 5, "ignore_eos": True}
+            (await client.post(f"/t/{name}/v1/chat/completions", json=body)).raise_for_status()
+
+        async def is_forgotten() -> bool:
+            return (await client.get("/v1/trajectories/short")).status_code == 404
+
+        await take_turn("long")
+        await take_turn("short")
+        (await client.post("/v1/trajectories/short/finish")).raise_for_status()
+        await reported(demand, lambda work: len(work.remaining) == 1)
+        await eventually(is_forgotten)
+        await take_turn("long")
+        (await client.post("/v1/trajectories/long/finish")).raise_for_status()
+        last = (await reported(demand, lambda work: work.last_rollout is not None)).last_rollout
+    assert last is not None and sorted(one.output_tokens for one in last.trajectories) == [5, 10]
+
+
 async def test_a_rollout_after_the_clock_was_set_back_is_reported(
     source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
