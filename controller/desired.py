@@ -17,7 +17,7 @@ from controller.fleet_file import FleetFile, FleetFileError
 from controller.itinerary import is_reachable, itinerary
 from controller.journal import Json, State
 from controller.layout import DoesNotFit, Floor, lay_out
-from controller.planning import Proposal, propose, propose_next
+from controller.planning import Proposal, is_chosen, propose, propose_next
 from controller.records import new_ids, spares_record, wanted_record
 from controller.rollouts import History
 from controller.spares import SpareRule, spares_beside
@@ -111,12 +111,14 @@ class DesiredFleet:
         return propose(work, state, self._profiles, floor, rule, planning.min_trajectories)
 
     def after_rollout(self, work: Work) -> History | None:
-        """The history with the rollout that this work reports as ended, after which the next one is planned for; None:
-        there is none, or a smaller one than is planned for."""
-        last = work.last_rollout
-        if last is None or len(last.trajectories) < self._fleet.planning.min_trajectories:
-            return None
-        return rollouts.after(self._state().history, last.trajectories, last.ended_at)
+        """The history for which the next rollout is planned: with the rollout that this work reports as ended, unless
+        it is smaller than is planned for; else, while nothing is at work, as it is, until a fleet is chosen for it: its
+        plan may have had to wait. None: the work at hand is planned for, if there is any."""
+        state, last = self._state(), work.last_rollout
+        if last is not None and len(last.trajectories) >= self._fleet.planning.min_trajectories:
+            return rollouts.after(state.history, last.trajectories, last.ended_at)
+        is_open = state.history.alike and not work.remaining and not is_chosen(state)
+        return state.history if is_open else None
 
     def proposed_next(self, seen: Sequence[ObservedServer]) -> Proposal | str:
         """The fleet for the next rollout, or the reason why there is none; at least one must have ended."""

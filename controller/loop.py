@@ -246,11 +246,14 @@ class Controller:
 
     def _plan_next(self, history: History) -> None:
         """Plan for the next rollout, from the lengths of the last ones."""
-        self.journal.write(kind="rollouts", history=rollouts.dumped(history))
+        self._remember(history)
         proposal = self.desired.proposed_next(self.seen)
         is_changed = self._consider(proposal)
         if is_changed or (isinstance(proposal, Proposal) and not proposal.is_worth_it):
-            history = rollouts.chosen(history, present_tps(self.journal.state))
+            self._remember(rollouts.chosen(history, present_tps(self.journal.state)))
+
+    def _remember(self, history: History) -> None:
+        if history != self.journal.state.history:
             self.journal.write(kind="rollouts", history=rollouts.dumped(history))
 
     def _consider(self, proposal: Proposal | str) -> bool:

@@ -93,11 +93,16 @@ def propose_next(state: State, profiles: Mapping[int, EngineProfile], floor: Flo
     trajectories = history.next_rollout()
     about = f"the next rollout: {len(trajectories)} trajectories like those of the last {len(history.alike)} rollouts"
     rule = BETWEEN_ROLLOUTS
+    if is_chosen(state):
+        return f"{about}, for which the fleet was chosen"
     if not history.is_for_other_lengths():
-        if present_tps(state) == history.chosen_tps:
-            return f"{about}, for which the fleet was chosen"
         rule = replace(rule, num_rollouts=1)  # it was reshaped on the way, and will be again
     return _weighed(about, trajectories, state, profiles, floor, rule)
+
+
+def is_chosen(state: State) -> bool:
+    """Whether the present fleet was chosen, or kept, for the newest rollout's lengths."""
+    return not state.history.is_for_other_lengths() and present_tps(state) == state.history.chosen_tps
 
 
 def present_tps(state: State) -> tuple[int, ...]:

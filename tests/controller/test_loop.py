@@ -357,6 +357,28 @@ async def test_a_dry_run_after_a_rollout_shows_the_plan_for_the_next(tmp_path: P
                 await until_reached(made, *(one.tp for one in made.journal.state.wanted))
 
 
+async def test_a_plan_for_the_next_rollout_waits_until_it_may_be_carried_out(tmp_path: Path) -> None:
+    """An operator's fleet holds when the rollout ends, and another controller is there when plans may decide again. The
+    plan was shown as worth it, and came only after another rollout."""
+    async with running_gateway(observe_interval_s=0.1) as gateway:
+        fleet = next_rollout_fleet(tmp_path, gateway.url, 0.1)
+        async with stopped_at_the_end(fleet):
+            async with acting(fleet) as made:
+                await until_reached(made, 1, 1, 1, 1)
+                made.ask(made.desired.scaled([1, 1, 1, 1], made.seen))
+                rollout = Rollout(gateway.url, "simulated", 3, max_tokens=16_000, num_turns=2)
+                rollout.begin("first")
+                await rollout.end(stop=False)
+                await until(lambda: "the next rollout" in getattr(made.proposal, "why", ""), lambda: made.proposal)
+                await until_reached(made, 1, 1, 1, 1)
+            async with acting(fleet) as made:
+                await until_reached(made, 1, 1, 1, 1)
+                made.ask(made.desired.let_plans_decide(made.seen))
+                await until(lambda: len(made.journal.state.wanted) < 4, lambda: made.proposal)
+                assert made.journal.state.why.startswith("the next rollout: 3 trajectories")
+                await until_reached(made, *(one.tp for one in made.journal.state.wanted))
+
+
 async def test_the_fleet_is_reshaped_for_the_next_rollout_and_stays(tmp_path: Path) -> None:
     """Three trajectories run on four small engines. Nothing changes while they run, because the predictor has shown
     nothing. When they have ended, the fleet is reshaped for the next three, with the start times measured here; it then
