@@ -108,7 +108,8 @@ class DesiredFleet:
         planning, state = self._fleet.planning, self._state_at_hand(seen)
         rule = ReshapeRule(planning.min_gain_share, min_correlation=planning.min_correlation)
         floor = self._floor(state.resting)
-        return propose(work, state, self._profiles, floor, rule, planning.min_trajectories)
+        max_starting = self._fleet.limits.max_starting
+        return propose(work, state, self._profiles, floor, rule, planning.min_trajectories, max_starting)
 
     def after_rollout(self, work: Work) -> History | None:
         """The history for which the next rollout is planned: with the rollout that this work reports as ended, unless
@@ -123,7 +124,7 @@ class DesiredFleet:
     def proposed_next(self, seen: Sequence[ObservedServer]) -> Proposal | str:
         """The fleet for the next rollout, or the reason why there is none; at least one must have ended."""
         state = self._state_at_hand(seen)
-        return propose_next(state, self._profiles, self._floor(state.resting))
+        return propose_next(state, self._profiles, self._floor(state.resting), self._fleet.limits.max_starting)
 
     def planned(self, proposal: Proposal, seen: Sequence[ObservedServer]) -> list[Json]:
         """A plan's fleet, with its assumed relaunch time. Raises Refused."""

@@ -63,6 +63,7 @@ def propose(
     floor: Floor,
     rule: ReshapeRule,
     min_trajectories: int = 1,
+    max_starting: int = 8,
 ) -> Proposal | str:
     """The fleet for the work at hand, or the reason why none is proposed.
 
@@ -70,12 +71,14 @@ def propose(
         profiles: of the TP sizes that engines may have.
         rule: what a change must promise.
         min_trajectories: with fewer, no plan is made.
+        max_starting: see `relaunch_s`.
 
     Cost: as `scheduling.scaling.plan`; 6,400 trajectories take 40 ms.
     """
     if len(work.remaining) < max(min_trajectories, 1):
         return f"{len(work.remaining)} trajectories are at work: too few to plan for"
-    found = _weighed(f"{len(work.remaining)} trajectories", work.remaining, state, profiles, floor, rule)
+    about = f"{len(work.remaining)} trajectories"
+    found = _weighed(about, work.remaining, state, profiles, floor, rule, max_starting)
     if isinstance(found, str) or not found.is_worth_it or found.current_s == float("inf"):
         return found
     if max(work.correlation or 0.0, 0.0) < rule.min_correlation:
@@ -87,7 +90,9 @@ def propose(
     return found
 
 
-def propose_next(state: State, profiles: Mapping[int, EngineProfile], floor: Floor) -> Proposal | str:
+def propose_next(
+    state: State, profiles: Mapping[int, EngineProfile], floor: Floor, max_starting: int = 8
+) -> Proposal | str:
     """The fleet for the next rollout, or the reason why none is proposed. At least one rollout must have ended."""
     history = state.history
     trajectories = history.next_rollout()
@@ -97,7 +102,7 @@ def propose_next(state: State, profiles: Mapping[int, EngineProfile], floor: Flo
         return f"{about}, for which the fleet was chosen"
     if not history.is_for_other_lengths():
         rule = replace(rule, num_rollouts=1)  # it was reshaped on the way, and will be again
-    return _weighed(about, trajectories, state, profiles, floor, rule)
+    return _weighed(about, trajectories, state, profiles, floor, rule, max_starting)
 
 
 def is_chosen(state: State) -> bool:
@@ -110,18 +115,27 @@ def present_tps(state: State) -> tuple[int, ...]:
     return largest_first(one.tp for one in state.wanted)
 
 
-def relaunch_s(phase_s: PhaseTimes, current: Sequence[int], wanted: Sequence[int], asleep: Sequence[int] = ()) -> float:
+def relaunch_s(
+    phase_s: PhaseTimes,
+    current: Sequence[int],
+    wanted: Sequence[int],
+    asleep: Sequence[int] = (),
+    max_starting: int = 8,
+) -> float:
     """Seconds from the end of the old engines until the new ones serve, as measured here, else as known from elsewhere.
 
     Args:
         asleep: TP sizes of sleeping engines: as many of the new ones are woken, not launched.
+        max_starting: engines that start at once, the slowest ones first; the others wait for them.
     """
     leaving, coming = Counter(current) - Counter(wanted), Counter(wanted) - Counter(current)
     woken = coming & Counter(asleep)
     end_s = [_median(phase_s, "sleep" if ("sleep", tp) in phase_s else "stop", tp, 0.0) for tp in leaving]
-    begin_s = [_median(phase_s, "start", tp, COLD_RELAUNCH_S) + _register_s(phase_s, tp) for tp in coming - woken]
-    begin_s += [_median(phase_s, "wake", tp, WAKE_S) + _register_s(phase_s, tp) for tp in woken]
-    return max(end_s, default=0.0) + max(begin_s, default=0.0)
+    launched = (coming - woken).elements()
+    start_s = [_median(phase_s, "start", tp, COLD_RELAUNCH_S) + _register_s(phase_s, tp) for tp in launched]
+    starts_s = sum(sorted(start_s, reverse=True)[::max_starting])
+    wake_s = [_median(phase_s, "wake", tp, WAKE_S) + _register_s(phase_s, tp) for tp in woken]
+    return max(end_s, default=0.0) + max([starts_s, *wake_s])
 
 
 def _weighed(
@@ -131,6 +145,7 @@ def _weighed(
     profiles: Mapping[int, EngineProfile],
     floor: Floor,
     rule: ReshapeRule,
+    max_starting: int,
 ) -> Proposal | str:
     """The best fleet for these trajectories, and whether the change pays; whether the predictor can be trusted is left
     out."""
@@ -144,7 +159,8 @@ def _weighed(
         return str(error)
     asleep = [one.tp for one in state.spares if state.rest.get(one.server_id) == SleepState.ASLEEP]
     presorted = Presorted(trajectories)
-    planned_s, relaunch = makespan_s(presorted, kinds, wanted), relaunch_s(state.phase_s, current, wanted, asleep)
+    planned_s = makespan_s(presorted, kinds, wanted)
+    relaunch = relaunch_s(state.phase_s, current, wanted, asleep, max_starting)
     if wanted == current:
         return Proposal(current, planned_s, planned_s, 0.0, False, f"{about}: the fleet is the best one")
     if not current:

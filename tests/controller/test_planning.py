@@ -167,6 +167,21 @@ def test_measured_times_replace_the_assumed_ones() -> None:
     assert relaunch_s(several, (8,), (2,)) == 57.0, "a size that was never measured counts as the slowest"
 
 
+def test_starts_that_take_turns_cost_their_sum() -> None:
+    """`limits.max_starting` servers start at once. A change to 64 engines seemed to take as long as one start, not
+    eight."""
+    assert relaunch_s({}, (8,) * 8, (1,) * 64, max_starting=8) == 8 * COLD_RELAUNCH_S
+    times = {("start", 1): (10.0,), ("start", 2): (30.0,), ("start", 4): (20.0,), ("stop", 8): (5.0,)}
+    assert relaunch_s(times, (8, 8), (4, 2, 2, 2, 2, 2, 1, 1), max_starting=3) == 5.0 + 30.0 + 30.0 + 10.0
+    assert relaunch_s(times, (8, 8), (4, 2, 2, 2, 2, 2, 1, 1), [2] * 5, max_starting=1) == 5.0 + 20.0 + 10.0 + 10.0
+    nodes = tuple(f"node{node}/{number}" for node in range(8) for number in range(8))
+    large = State(wanted=tuple(DesiredServer(f"l{node}", 8, nodes[8 * node : 8 * node + 8]) for node in range(8)))
+    crowd = Work(tuple(Remaining(2_000.0, 2_000.0) for _ in range(6_400)), 0, 0.95)
+    found = propose(crowd, large, PROFILES, Floor(nodes, 8), RULE, max_starting=4)
+    assert isinstance(found, Proposal) and len(found.tps) > 16
+    assert found.relaunch_s == -(-len(found.tps) // 4) * COLD_RELAUNCH_S
+
+
 def test_a_change_to_sleeping_engines_costs_their_wake_up() -> None:
     """This holds for as many as sleep; one more has to be started. With sleepers, more changes pay."""
     times = {("start", 2): (60.0,), ("stop", 1): (5.0,), ("sleep", 1): (2.0,), ("register", 2): (1.0,)}
