@@ -9,9 +9,9 @@ from engines.simulated.server import serve_engine
 from engines.simulated.settings import SimulatedEngineSettings
 from predictor.tabular import TabularPredictor
 from predictor.training import learn_events
-from store import open_store
 from tests.faults.asking import ask, body_of
 from tests.support.gateway import running_gateway
+from tests.support.learned import learned_by
 
 CHAT = body_of("chat", text="what a declared trajectory is asked")
 
@@ -32,16 +32,6 @@ async def test_a_trajectory_of_declared_length_teaches_its_pace(tmp_path: Path) 
         assert [turn["predicted_tokens"] for turn in turns] == [9_000] * 3
         assert (await client.post("/v1/trajectories/t/finish")).status_code == 200
     served, read = TabularPredictor(), TabularPredictor()
-    served.restore(await _learned(store))
+    served.restore(await learned_by(store))
     assert learn_events(read, log) == (1, 0)
     assert orjson.loads(served.dump())["looks"] == orjson.loads(read.dump())["looks"]
-
-
-async def _learned(url: str) -> bytes:
-    """What a gateway that has stopped had learned."""
-    store = open_store(url)
-    await store.open()
-    learned = await store.get_state("predictor")
-    await store.close()
-    assert learned is not None
-    return learned

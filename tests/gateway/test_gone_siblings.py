@@ -8,9 +8,9 @@ import pytest
 
 from engines.simulated.server import serve_engine
 from engines.simulated.settings import SimulatedEngineSettings
-from store import open_store
 from tests.faults.asking import ask, body_of
 from tests.support.gateway import ADMIN, running_gateway
+from tests.support.learned import learned_by
 
 CHAT = body_of("chat", text="what siblings are asked")
 
@@ -37,14 +37,5 @@ async def test_a_group_does_not_wait_for_a_sibling_that_is_gone(tmp_path: Path, 
             assert (await ask(client, gateway.url, "chat", CHAT, gone)).status == 409
         assert (await ask(client, gateway.url, "chat", CHAT, {"x-trajectory-id": "t"})).status == 200
         assert (await client.post("/v1/trajectories/t/finish")).status_code == 200
-    assert await _num_prompts(store) == 1
-
-
-async def _num_prompts(url: str) -> int:
-    """The number of prompts whose outcome a gateway that has stopped had learned."""
-    store = open_store(url)
-    await store.open()
-    learned = await store.get_state("predictor")
-    await store.close()
-    assert learned is not None
-    return len(orjson.loads(learned)["groups"]["prompts"])
+    prompts = orjson.loads(await learned_by(store))["groups"]["prompts"]
+    assert len(prompts) == 1, "the prompt's outcome"

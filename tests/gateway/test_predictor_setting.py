@@ -14,6 +14,7 @@ from predictor.progress import Progress
 from store import StoreSettings, open_store
 from tests.faults.gateway_process import refused_start
 from tests.support.gateway import running_gateway
+from tests.support.learned import learned_by
 from tests.support.redis_server import PATIENT, RedisServer, redis_server
 
 __all__ = ["redis_server"]
@@ -99,11 +100,7 @@ async def test_the_tree_predictor_learns_from_tool_results(tmp_path: Path) -> No
             body = {"model": model, "messages": messages, "max_tokens": 4}
             assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
         assert (await client.post("/v1/trajectories/t/finish")).status_code == 200
-    store = open_store(url)
-    await store.open()
-    learned = await store.get_state("predictor")
-    await store.close()
-    assert learned is not None and b"bash:small:success" in learned
+    assert b"bash:small:success" in await learned_by(url)
 
 
 @pytest.mark.parametrize("is_there", [True, False])
