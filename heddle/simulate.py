@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-context-tokens", type=count, metavar="N", help="scale a trace's lengths until every trajectory fits"
     )
     parser.add_argument("--fleet", type=Path, metavar="FLEET.toml", help="engines from this file")
-    parser.add_argument("--tp", action="append", type=count, help="only this TP degree of the scenario's")
+    parser.add_argument("--tp", action="append", type=count, help="only this TP size of the scenario's")
     parser.add_argument("--log", type=out_file, metavar="FILE", help="write the scheduler's events (of the last run)")
     parser.add_argument(
         "--json", type=out_file, metavar="FILE", help="write everything: figures, timelines, predictions"
@@ -121,7 +121,7 @@ def _scenario(parsed: argparse.Namespace, console: Console) -> Scenario:
     if parsed.tp:
         missing = [tp for tp in parsed.tp if tp not in scenario.fleet.tp]
         if not scenario.fleet.tp:
-            raise ValueError("--tp chooses among the degrees of `tp`; this fleet lists its engines")
+            raise ValueError("--tp chooses among the sizes of `tp`; this fleet lists its engines")
         if missing:
             raise ValueError(f"the fleet has no TP {missing[0]}; it has {', '.join(map(str, scenario.fleet.tp))}")
         tp = tuple(dict.fromkeys(parsed.tp))

@@ -29,7 +29,7 @@ class Reshaper:
     """Plans a change from the present engines.
 
     Args:
-        profiles: one for each TP degree.
+        profiles: one for each TP size.
         speculation: that of engines that decode speculatively; with `settings.roles` only those of the tail do.
     """
 

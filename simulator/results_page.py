@@ -58,7 +58,7 @@ def _head(results: Results, rows: Mapping[Job, Row], command: str) -> str:
 
 The scheduler that ships, run in virtual time (`simulator/`) on engines modelled after measured profiles. Nothing on
 this page ran on a GPU. Makespans are virtual seconds. Each policy, Heddle and the baselines alike, has the homogeneous
-TP degree that is its best in hindsight, and the same number of slots per GPU. Ratios are paired by seed: mean (smallest
+TP size that is its best in hindsight, and the same number of slots per GPU. Ratios are paired by seed: mean (smallest
 to largest). The clairvoyant is Heddle with true lengths; the bound is a makespan that no policy on any fleet of these
 GPUs can beat. [results.md](results.md) has the summary and the other measurements.
 
@@ -73,7 +73,7 @@ def _wrapped(text: str, indent: str = "") -> str:
 
 
 def _commits(results: Results, rows: Mapping[Job, Row]) -> str:
-    """The commits of the rows that are shown: those on the TP degree that is best in hindsight."""
+    """The commits of the rows that are shown: those on the TP size that is best in hindsight."""
     kinds: dict[str, set[str]] = {}
     for job, row in rows.items():
         best = results.best(job.case, job.policy, job.predictor)

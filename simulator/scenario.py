@@ -99,11 +99,11 @@ class Engines:
 
 @dataclass(frozen=True, slots=True)
 class FleetSettings:
-    """The engines: listed, or as many of each TP degree as the GPUs allow.
+    """The engines: listed, or as many of each TP size as the GPUs allow.
 
     Args:
-        profile: of a model on a GPU, without the degree: `qwen3-14b-h100`.
-        tp: degrees; each makes a fleet of its own, for the same scenario.
+        profile: of a model on a GPU, without the TP size: `qwen3-14b-h100`.
+        tp: sizes; each makes a fleet of its own, for the same scenario.
         slots_per_gpu: turns that an engine runs at once, for each of its GPUs. None: the profile's.
     """
 
@@ -116,8 +116,8 @@ class FleetSettings:
     def __post_init__(self) -> None:
         assert self.gpus is None or 0 < self.gpus <= _MAX_ENGINES, f"gpus: at least 1, {_MAX_ENGINES:,} at most"
         assert self.slots_per_gpu is None or self.slots_per_gpu > 0, "slots_per_gpu: at least 1"
-        by_degree = (self.gpus is not None, self.profile is not None, bool(self.tp))
-        assert all(by_degree) if not self.engines else not any(by_degree), "either engines, or gpus, profile and tp"
+        by_size = (self.gpus is not None, self.profile is not None, bool(self.tp))
+        assert all(by_size) if not self.engines else not any(by_size), "either engines, or gpus, profile and tp"
         for engines in self.engines:
             assert 0 < engines.count <= _MAX_ENGINES, f"engines: a count of at least 1, {_MAX_ENGINES:,} at most"
         repeated = next((tp for tp in self.tp if self.tp.count(tp) > 1), None)
@@ -131,7 +131,7 @@ class Fleet:
     """Engines under a name for tables.
 
     Args:
-        family: profiles of the same model and GPU at all TP degrees, of which a best fleet might be made.
+        family: profiles of the same model and GPU at all TP sizes, of which a best fleet might be made.
     """
 
     name: str
@@ -192,7 +192,7 @@ class Scenario:
         if self.fleet.engines:
             kinds = [(engines, load_profile(engines.profile)) for engines in self.fleet.engines]
             stems = {engines.profile.removesuffix(f"-tp{profile.tp}") for engines, profile in kinds}
-            # If engines differ only in TP degree, that is the shortest name; tables have many columns.
+            # If engines differ only in TP size, that is the shortest name; tables have many columns.
             names = [f"{e.count} x {f'TP{profile.tp}' if len(stems) == 1 else e.profile}" for e, profile in kinds]
             return [self._fleet(" + ".join(names), [profile for e, profile in kinds for _ in range(e.count)])]
         assert self.fleet.gpus is not None
@@ -203,7 +203,7 @@ class Scenario:
         ]
 
     def fleet_of(self, tps: Sequence[int]) -> Fleet:
-        """A fleet of engines of these TP degrees.
+        """A fleet of engines of these TP sizes.
 
         Raises:
             ValueError: there is no such profile.
@@ -293,7 +293,7 @@ def _check_that_it_can_be_cut_anew(profiles: Sequence[EngineProfile], gpus_per_n
     if len(stems) > 1:
         raise ValueError(f"reshape: all engines must be of one model and GPU, not of {' and '.join(stems)}")
     if len({profile.tp for profile in profiles}) < len(set(profiles)):
-        raise ValueError("reshape: all engines of one TP degree must have one profile")
+        raise ValueError("reshape: all engines of one TP size must have one profile")
 
 
 def _check_that_bytes_are_known(profiles: Sequence[EngineProfile]) -> None:

@@ -58,7 +58,7 @@ class Case:
 
     Args:
         digest: of the scenario's content, so that results of another version of it do not count.
-        tps: TP degrees of its fleets.
+        tps: TP sizes of its fleets.
         num_trajectories, gpus: its size, for the page.
     """
 

@@ -202,7 +202,7 @@ def test_a_fleet_of_a_measured_profile_whose_base_is_0_can_be_played(tmp_path: P
         (["SCENARIO", "--predictor", "crystal"], "no predictor 'crystal'"),
         (["SCENARIO", "--predictor", ""], "no predictor ''"),
         (["SCENARIO", "--tp", "3"], "the fleet has no TP 3; it has 2, 4"),
-        (["LISTED", "--tp", "2"], "--tp chooses among the degrees of `tp`; this fleet lists its engines"),
+        (["LISTED", "--tp", "2"], "--tp chooses among the sizes of `tp`; this fleet lists its engines"),
         (["SCENARIO", "--trace", ""], "cannot open .: Is a directory"),
         (["SCENARIO", "--trace", "nowhere.jsonl"], "nowhere.jsonl"),
         (["SCENARIO", "other.jsonl"], "a second file goes with `replay` only"),
@@ -234,7 +234,7 @@ def test_a_seed_that_json_cannot_hold_or_below_0_is_refused(
     assert ended.value.code == 2 and "--seed: must be a whole number from 0 to 2^63 - 1" in capsys.readouterr().err
 
 
-def test_a_policy_a_seed_or_a_tp_degree_given_twice_is_played_once(scenario: str, tmp_path: Path) -> None:
+def test_a_policy_a_seed_or_a_tp_size_given_twice_is_played_once(scenario: str, tmp_path: Path) -> None:
     """A mean would count the same run twice."""
     out = tmp_path / "runs.json"
     twice = ("--policy", "slime", "--policy", "slime", "--seed", "2", "--seed", "2", "--tp", "4", "--tp", "4")

@@ -180,7 +180,7 @@ def test_a_fleet_with_two_profiles_of_one_size_cannot_be_reshaped(tmp_path: Path
     """Which of them a relaunched engine has would be chance."""
     fleet = unlike_engines_of_one_name(tmp_path)
     assert len(read(tmp_path, fleet).fleets()) == 1
-    with pytest.raises(ValueError, match="reshape: all engines of one TP degree must have one profile"):
+    with pytest.raises(ValueError, match="reshape: all engines of one TP size must have one profile"):
         read(tmp_path, fleet + "[reshape]").fleets()
 
 
