@@ -58,10 +58,8 @@ async def _give_weights(gateway: str, admin_key: str, learner: Learner, out: Pat
     async with httpx.AsyncClient(timeout=3600) as http:
         headers = {"authorization": f"Bearer {admin_key}"}
         answer = await http.post(f"{gateway}/v1/weights", json=order, headers=headers)
-    answer.raise_for_status()
-    update = answer.json()
-    if update["status"] != "done":
-        raise RuntimeError(f"some engines lack {version}: {update['engines']}")
+    if answer.is_error or answer.json()["status"] != "done":
+        raise RuntimeError(f"some engines lack {version}: {answer.text}")
     return version
 
 

@@ -97,3 +97,12 @@ async def test_an_update_in_a_turn_splits_its_tokens_between_two_versions(
         return bool(found["num_split_turns"] >= 3)
 
     await play_rounds("three turns were in flight at an update", play)
+
+
+async def test_the_trainer_tells_why_the_fleet_does_not_take_its_weights(
+    tiny_model: Path, vllm_venv: Path, tmp_path: Path
+) -> None:
+    """Its last words have the gateway's reason, not only a status."""
+    async with running_gateway(admin_key=None) as gateway:
+        with pytest.raises(AssertionError, match="the gateway was started without one"):
+            await run_with_torch(vllm_venv, "examples.grpo.train", gateway.url, tiny_model, tmp_path, "--steps", "1")
