@@ -157,7 +157,10 @@ class Chain:
         self._ids_again = self._told_ids[length:]
         self._cut(length)
         held = text[len(self.text) :]
-        if self.rendered.stop:
+        if self._seam is not None:
+            self._seam.move(held)
+            held = ""
+        elif self.rendered.stop:
             self._seam = Seam(text, held, self.rendered.stop, self.rendered.includes_stop)
             held = self._seam.free_at_once()
         return self._tell(held, num_told)
@@ -165,7 +168,7 @@ class Chain:
     def drop_doubtful(self) -> None:
         """Drop the first event after a change of weights and all that follows it, if it can be made again."""
         if self.num_sure < len(self.output_ids):
-            self._texts = []
+            self._texts, self._seam = [], None
             self._cut(self.num_sure)
         self._doubtful_start = None
 
@@ -267,7 +270,9 @@ class Chain:
 
     def _through_seam(self, text: str, may_stop: bool) -> str:
         assert self._seam is not None
-        text, stop = self._seam.feed(text, may_stop, is_last=self.finish_reason is not None)
+        # One across the seam may end within the one that the engine has found.
+        left_out = "" if self.rendered.includes_stop or not isinstance(self.stop_reason, str) else self.stop_reason
+        text, stop = self._seam.feed(text, may_stop, self.finish_reason is not None, left_out)
         if stop is not None:
             self.finish_reason, self.stop_reason = "stop", stop
         if self._seam.is_passed:

@@ -18,20 +18,26 @@ class Seam:
         self._buffer = text[len(text) - self._size :]
         self._held = held
         self._num_told = max(self._size - len(held), 0)
-        self._stop_from = 0
+        self._stop_from = self._size  # its engine has looked for those that end before the seam
         self.is_passed = False
 
     def free_at_once(self) -> str:
         """The held text that is too far from the seam to be part of a stop string."""
         return self._held[: max(len(self._held) - self._size, 0)]
 
-    def feed(self, text: str, may_stop: bool, is_last: bool) -> tuple[str, str | None]:
+    def move(self, held: str) -> None:
+        """The leg after the seam has broken off, too: from here on, the seam is after all text that was not told."""
+        self._buffer += held[len(self._buffer) - self._num_told :]
+        self._size = len(self._buffer)
+
+    def feed(self, text: str, may_stop: bool, is_last: bool, left_out: str) -> tuple[str, str | None]:
         """The text that may be told now, and the stop string that ended it.
 
         Args:
             may_stop: a stop string that ends in this text counts.
+            left_out: the stop string that the later engine found behind this text, which ends here; "" if none.
         """
-        self._buffer += text
+        self._buffer += text + left_out
         if not may_stop:
             self._stop_from = len(self._buffer)
         firsts = [(stop, max(self._stop_from - len(stop) + 1, 0)) for stop in self._stops]
@@ -43,4 +49,4 @@ class Seam:
         if not is_last and len(self._buffer) < self._size + self._reach:
             return "", None
         self.is_passed = True
-        return self._buffer[self._num_told :], None
+        return self._buffer[self._num_told : len(self._buffer) - len(left_out)], None

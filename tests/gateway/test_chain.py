@@ -165,6 +165,69 @@ def test_of_several_stop_strings_across_a_seam_the_first_in_the_text_ends_the_an
     assert (heard, chain.finish_reason, chain.stop_reason) == ("a", "stop", "bEND")
 
 
+@settings(max_examples=300)
+@given(st.text("ab", min_size=1, max_size=12), st.integers(1, 4), st.booleans(), st.booleans(), st.data())
+def test_stop_strings_end_an_answer_where_they_would_without_seams(
+    text: str, length: int, includes: bool, tells: bool, data: st.DataObject
+) -> None:
+    """Tokens are the text's characters. Legs break off anywhere, also soon after another, while their engine holds back
+    text that may be part of a stop string; and stop strings overlap."""
+    stops = tuple(data.draw(st.lists(st.text("ab", min_size=length, max_size=length), min_size=1, max_size=3)))
+    chain, heard = chain_of(stops, includes, tells=tells), ""
+    while chain.finish_reason is None:
+        if chain.output_ids:
+            heard += chain.mend(["".join(map(chr, ids)) for ids in chain.candidates()]).text
+        chain.begin_leg()
+        num_tokens = data.draw(st.integers(1, 6), "tokens of this leg")
+        for piece in pieces_of_leg(text[len(chain.output_ids) :], stops, includes)[:num_tokens]:
+            if chain.finish_reason is None:
+                heard += chain.add(piece, "v1").text
+    expected = pieces_of_leg(text, stops, includes)
+    assert chain.text == "".join(piece.text for piece in expected)
+    assert heard == chain.text or not tells
+    assert (chain.finish_reason, chain.stop_reason) == (expected[-1].finish_reason, expected[-1].stop_reason)
+
+
+def pieces_of_leg(text: str, stops: tuple[str, ...], includes: bool) -> list[Piece]:
+    """What an engine sends that makes this text, a token for each character, and sees no text before it."""
+    told, pieces = 0, []
+    for end in range(1, len(text) + 1):
+        stop = next((stop for stop in stops if text[:end].endswith(stop)), None)
+        reason = "stop" if stop else "length" if end == len(text) else None
+        held = 0 if includes or reason == "length" else len(stops[0]) - (stop is None)
+        free = max(end - held, told)
+        pieces.append(Piece([ord(text[end - 1])], text[told:free], finish_reason=reason, stop_reason=stop))
+        told = free
+        if stop:
+            break
+    return pieces
+
+
+def test_text_of_doubtful_tokens_is_dropped_with_them_behind_a_seam_too() -> None:
+    """A long stop string makes the gateway keep it."""
+    chain = chain_of(("a long one",), tells=False)
+    add_pieces(chain, ([97], "a"))
+    chain.mend(["a"])
+    chain.begin_leg()
+    add_pieces(chain, ([98], "b"))
+    chain.add(Piece([99, 100], "cd"), "v2")
+    chain.drop_doubtful()
+    chain.mend(["ab", "a"])
+    chain.begin_leg()
+    chain.add(Piece([101], "e", finish_reason="length"), "v2")
+    assert (bytes(chain.output_ids), chain.text) == (b"abe", "abe")
+
+
+def test_a_stop_string_that_its_engine_passed_over_is_text_behind_the_next_seam() -> None:
+    """It ended among the first `min_tokens` tokens; a longer stop string makes the gateway keep that much text."""
+    chain = chain_of(("\n", "\nObs"), includes=True, stops_after=3)
+    heard = add_pieces(chain, ([1], "a"), ([1], "\n"), ([1], "b"))
+    heard += chain.mend(["a\nb", "a\n", "a"]).text
+    chain.begin_leg()
+    heard += add_pieces(chain, ([1], "c"), ([1], "d"), ([1], "e"), ([1], "f"))
+    assert (heard, chain.finish_reason) == ("a\nbcdef", None)
+
+
 @pytest.mark.parametrize("stops_after", range(9))
 @pytest.mark.parametrize("cut", [3, 4])
 def test_a_stop_string_across_a_seam_counts_only_after_the_least_number_of_tokens(cut: int, stops_after: int) -> None:
