@@ -232,6 +232,23 @@ async def test_a_repeated_request_joins_a_lent_stream() -> None:
         assert len(here.engine.posts) == num_before + 1
 
 
+async def test_a_retry_of_a_lent_stream_gets_the_same_answer() -> None:
+    """Also the part that a worker passed on."""
+    async with asyncio.timeout(110), site() as here:
+        here.script.rest = (TWO, chunk(END + DONE) + LAST)
+        reader, writer = await here.open()
+        await here.until_lent()
+        here.script.may_go_on.set()
+        answer = masked(await reader.read())
+        writer.close()
+        num_asked = len(here.engine.posts)
+        retry = {"x-trajectory-id": "t-1", "x-stainless-retry-count": "1"}
+        again = await here.watch.post(PATH, content=orjson.dumps(body_of("chat", True)), headers=retry)
+        assert answer.endswith(b"\r\n\r\n" + again.content + ENDED)
+        assert again.content == CHAT_EVENT * 3 + END + DONE
+        assert len(here.engine.posts) == num_asked
+
+
 async def test_a_slow_client_of_a_lent_stream_loses_nothing() -> None:
     """The worker gives the stream back; the gateway waits for the client, which then gets all of it."""
     async with asyncio.timeout(110), site(byte_worker_loan_bytes=1 << 40) as here:
