@@ -148,6 +148,18 @@ async def test_a_leg_that_stops_its_own_turn_and_fails_at_once_leaves_nothing_to
     assert await task == DISPATCH
 
 
+async def test_a_client_that_leaves_while_its_leg_fails_ends_its_turn() -> None:
+    """No other leg follows, for nobody."""
+    turn = new_turn()
+    with pytest.raises(LegFailed), turn.stoppable():
+        turn.left()
+        raise LegFailed(Fault.ENGINE, api_error(502, "It died."))
+    turn.leg_failed(api_error(502, "It died."))
+    with pytest.raises(Stopped) as stopped:
+        await turn.next_leg()
+    assert stopped.value.fault is Fault.CLIENT_LEFT
+
+
 async def test_a_leg_that_stops_its_own_turn_ends_where_it_waits_next() -> None:
     """As one that is stopped from outside."""
     turn = new_turn()
