@@ -156,7 +156,7 @@ class DesiredFleet:
         wanted = [one for one in state.wanted if one is not leaving]
         resting = state.resting | set(leaving.devices)
         spares = [one for one in spares if not resting & set(one.devices)]
-        self._check(wanted, spares, seen)
+        self._check(wanted, spares, seen, self._fleet.limits.min_engines)
         why = f"{server_id} was drained by hand"
         more = {"spares": spares, "resting": resting, "is_manual": True}
         return [wanted_record(wanted, state.serial, time.time(), why, **more)]
@@ -167,18 +167,24 @@ class DesiredFleet:
         Args:
             is_scaled: it would be an operator's fleet, see `scaled`; else a plan's.
         """
-        limits, state = self._fleet.limits, self._state()
+        state = self._state()
         resting, sleepless = (frozenset[str](), "") if is_scaled else (state.resting, state.sleepless)
         wanted, spares, _ = self._laid_out(tps, seen, resting, sleepless)
-        self._check(wanted, spares, seen)
-        return itinerary(wanted, seen, spares=spares, min_engines=limits.min_engines, max_starting=limits.max_starting)
+        least = self.min_engines(wanted)
+        self._check(wanted, spares, seen, least)
+        max_starting = self._fleet.limits.max_starting
+        return itinerary(wanted, seen, spares=spares, min_engines=least, max_starting=max_starting)
+
+    def min_engines(self, wanted: Sequence[DesiredServer]) -> int:
+        """How many engines must serve on the way to these; none if a fleet is ended."""
+        return self._fleet.limits.min_engines if wanted else 0
 
     def _wanted(
         self, tps: Sequence[int], seen: Sequence[ObservedServer], resting: frozenset[str], why: str, **more: Any
     ) -> list[Json]:
         sleepless = more.get("sleepless", self._state().sleepless)
         wanted, spares, serial = self._laid_out(tps, seen, resting, sleepless)
-        self._check(wanted, spares, seen)
+        self._check(wanted, spares, seen, self.min_engines(wanted))
         return [wanted_record(wanted, serial, time.time(), why, spares=spares, resting=resting, **more)]
 
     def _laid_out(
@@ -207,13 +213,15 @@ class DesiredFleet:
         return wanted, spares, serial()
 
     def _check(
-        self, wanted: Sequence[DesiredServer], spares: Sequence[DesiredServer], seen: Sequence[ObservedServer]
+        self,
+        wanted: Sequence[DesiredServer],
+        spares: Sequence[DesiredServer],
+        seen: Sequence[ObservedServer],
+        min_engines: int,
     ) -> None:
-        limits = self._fleet.limits
-        if not is_reachable(
-            wanted, seen, spares=spares, min_engines=limits.min_engines, max_starting=limits.max_starting
-        ):
-            raise Refused(f"fewer than {limits.min_engines} engines (limits.min_engines) would serve on the way")
+        max_starting = self._fleet.limits.max_starting
+        if not is_reachable(wanted, seen, spares=spares, min_engines=min_engines, max_starting=max_starting):
+            raise Refused(f"fewer than {min_engines} engines (limits.min_engines) would serve on the way")
 
     def _state_at_hand(self, seen: Sequence[ObservedServer]) -> State:
         return replace(self._state(), wanted=tuple(self.at_hand(seen)))

@@ -61,7 +61,7 @@ async def told(fleet: FleetFile, launcher: Launcher) -> list[str]:
             state.wanted,
             seen,
             spares=state.spares,
-            min_engines=limits.min_engines,
+            min_engines=desired.min_engines(state.wanted),
             max_starting=limits.max_starting,
         )
     else:

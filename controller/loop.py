@@ -286,7 +286,7 @@ class Controller:
             state.wanted,
             self.seen,
             spares=state.spares,
-            min_engines=limits.min_engines,
+            min_engines=self.desired.min_engines(state.wanted),
             max_starting=limits.max_starting,
             held_back=held_back(state, time.time(), self.fleet.retry_rule) | self._without_devices(),
             resting=state.resting,

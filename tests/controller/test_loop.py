@@ -21,6 +21,7 @@ from tests.controller.fleet_site import (
     Rollout,
     acting,
     acting_without_its_journal,
+    alive,
     cached_at_new_homes,
     engines,
     fleet_file,
@@ -308,6 +309,24 @@ async def test_a_drained_server_is_gone_until_the_fleet_is_scaled(tmp_path: Path
                 assert (await client.get(f"{gateway.url}/readyz")).status_code == 200
             made.ask(made.desired.scaled([1, 1], made.seen))
             await until_reached(made, 1, 1)
+
+
+async def test_a_fleet_can_be_ended_although_an_engine_must_keep_serving(tmp_path: Path) -> None:
+    """`min_engines` is for changes, and whoever ends a fleet says so: that was refused, and no command ended the fleet.
+    Draining its last server is still refused."""
+    limits = {"observe_interval_s": 0.05, "stop_grace_s": 5.0, "min_engines": 1}
+    async with running_gateway(observe_interval_s=0.1) as gateway:
+        fleet = fleet_file(tmp_path, gateway.url, limits=limits)
+        async with stopped_at_the_end(fleet), acting(fleet) as made:
+            await until_reached(made, 1, 1)
+            made.ask(made.desired.drained(made.journal.state.wanted[0].server_id, made.observed()))
+            await until_reached(made, 1)
+            with pytest.raises(Refused, match="min_engines"):
+                made.desired.drained(made.journal.state.wanted[0].server_id, made.observed())
+            assert made.desired.steps_to([], made.observed(), is_scaled=True)
+            made.ask(made.desired.scaled([], made.observed()))
+            await until_reached(made)
+            assert not await alive(fleet)
 
 
 async def test_a_plan_that_pays_is_carried_out(tmp_path: Path) -> None:
