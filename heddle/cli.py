@@ -49,6 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `heddle ... | head`: the reader has read enough
         _write_no_more()
         return 141
+    except SystemExit as end:
+        if not isinstance(end.__context__, BrokenPipeError):
+            raise
+        return 141  # rich's consoles write no more, and end the program themselves
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise

@@ -81,9 +81,11 @@ def run(parsed: argparse.Namespace) -> int:
             raise ValueError(f"{parsed.events}: a second file goes with `replay` only")
         scenario = _scenario(parsed, console)
         runs = _play_all(scenario, parsed.log, console)
-        print_runs(runs, scenario.policies, console)
-        if parsed.json:
-            _write_json(parsed.json, scenario, runs)
+        try:  # before the table, whose reader may have read enough, as in `| head`
+            if parsed.json:
+                _write_json(parsed.json, scenario, runs)
+        finally:
+            print_runs(runs, scenario.policies, console)
     except (ValueError, OSError) as error:
         print(f"heddle simulate: {why(error)}", file=sys.stderr)
         return 2

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import orjson
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -23,6 +24,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background
 sys.argv = ["heddle", "simulate", "--help", sys.argv[1]]
 sys.exit(main())
 """
+SHORT = ("simulate", "coding-light-14b", "--tp", "4", "--policy", "verl", "--seed", "1", "--trajectories", "16")
 AS_NOBODY = """
 import argparse, os, sys
 from heddle.arguments import out_file
@@ -81,14 +83,29 @@ def test_a_path_that_the_locale_cannot_express_is_refused_with_one_line(setting:
     assert started == (2, f"heddle serve: setting {setting.split()[0]}: {said}\n")
 
 
-def test_a_reader_that_has_read_enough_is_no_error() -> None:
+@pytest.mark.parametrize("verb", [FEW, SHORT], ids=lambda verb: verb[0])
+def test_a_reader_that_has_read_enough_is_no_error(verb: tuple[str, ...]) -> None:
     """`heddle predictor evaluate ... | head`: no words about the pipe."""
     reader, writer = os.pipe()
     os.close(reader)
     try:
-        assert ended("-m", "heddle", *FEW, stdout=writer) == (141, "")
+        assert ended("-m", "heddle", *verb, stdout=writer) == (141, "")
     finally:
         os.close(writer)
+
+
+def test_a_reader_that_has_read_enough_costs_no_file(tmp_path: Path) -> None:
+    """`heddle simulate --json FILE | head`: what was played is written before it is shown."""
+    out = tmp_path / "runs.json"
+    os.mkfifo(out)
+    with subprocess.Popen(
+        [sys.executable, "-m", "heddle", *SHORT, "--json", str(out)], stdout=subprocess.PIPE, cwd=ROOT
+    ) as running:
+        assert running.stdout is not None and running.stdout.readline()
+        with out.open("rb") as written:  # the command waits for its reader
+            running.stdout.close()
+            assert len(orjson.loads(written.read())["runs"]) == 1
+    assert running.returncode == 141
 
 
 def test_a_full_disk_is_reported_with_one_line() -> None:
