@@ -17,6 +17,7 @@ from predictor.text import read_examples
 from predictor.text_trial import try_text
 from predictor.training import learn_events, learn_trajectories
 from workloads.laws import draw, law_named
+from workloads.result_files import write_whole
 from workloads.traces import load_trace
 from workloads.trajectories import Trajectory
 
@@ -134,7 +135,7 @@ def _train(parsed: argparse.Namespace) -> int:
             )
     if not num:
         raise ValueError("nothing to learn from: no trajectory that began and ended in --trace, --law or --events")
-    parsed.out.write_bytes(predictor.dump())
+    write_whole(parsed.out, predictor.dump())
     print(f"{parsed.out}: a {parsed.predictor} predictor trained on {num:,} trajectories")
     return 0
 

@@ -28,6 +28,7 @@ from engines.profiling import VISIT_TOKENS, Batch, Fit, Measurement, fit, plan, 
 from engines.upstream import RANK_HEADER
 from heddle.arguments import count, out_file, whole, why
 from scheduling.cost import EngineProfile
+from workloads.result_files import write_whole
 
 _PROBE_TIMEOUT_S = 60.0  # Seen: over 10 s, from a vLLM that had just started on a busy machine.
 _REQUEST_TIMEOUT_S = 600.0  # The largest batch of a slow engine takes minutes; beyond this the engine hangs.
@@ -103,7 +104,7 @@ def checked_out(parsed: argparse.Namespace) -> Path:
 def write(profile: EngineProfile, path: Path) -> None:
     """Write a file in which `load_profile` finds it."""
     short_name = profile.name.rpartition(f"-{profile.gpu}-tp")[0]
-    path.write_text(to_toml(short_name, profile), encoding="utf-8")
+    write_whole(path, to_toml(short_name, profile).encode())
 
 
 async def measure(url: str, parsed: argparse.Namespace, console: Console) -> tuple[Fit, list[Measurement]]:

@@ -20,6 +20,7 @@ from loadtest.clients import INITIAL_BACKOFF_S, MAX_BACKOFF_S, RequestFailed
 from loadtest.display import RolloutProgress, print_results
 from loadtest.replayer import ReplaySettings, replay
 from workloads.laws import draw, law_named
+from workloads.result_files import write_whole
 from workloads.traces import load_trace
 from workloads.trajectories import Workload
 
@@ -71,7 +72,7 @@ async def run(args: argparse.Namespace) -> int:
         with RolloutProgress(workload, workload.name, console) as progress:
             result = await replay(workload, settings, name=workload.name, on_turn=progress.on_turn)
         if args.json:
-            args.json.write_text(json.dumps(result.to_json(), indent=1) + "\n")
+            write_whole(args.json, (json.dumps(result.to_json(), indent=1) + "\n").encode())
     except (OSError, ValueError, RequestFailed) as error:
         print(f"heddle replay: {why(error)}{_advice(args.base_url, str(error))}", file=sys.stderr)
         return 2

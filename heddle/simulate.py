@@ -18,6 +18,7 @@ from simulator.replay import LogWriter, replay
 from simulator.rollout import too_long_for
 from simulator.runs import Run, bounds_of, play, policy_named, predictor_named
 from simulator.scenario import Fleet, Scenario, WorkloadSettings, load_scenario
+from workloads.result_files import write_whole
 from workloads.trajectories import Workload
 
 SCENARIOS = Path(__file__).parents[1] / "scenarios"
@@ -246,4 +247,4 @@ def _write_json(path: Path, scenario: Scenario, runs: Sequence[Run]) -> None:
         "trace": scenario.workload.trace,
         "runs": [run_json(run.labels, run.outcome, run.bounds) for run in runs],
     }
-    path.write_bytes(orjson.dumps(content))
+    write_whole(path, orjson.dumps(content))

@@ -37,6 +37,7 @@ from simulator.conditions import PLAIN, Conditions
 from simulator.rollout import Rollout
 from simulator.runs import policy_named
 from workloads.laws import LAWS, draw, law_named
+from workloads.result_files import write_whole
 from workloads.trajectories import TEMPLATE_TOKENS_PER_TURN, Trajectory, Turn, Workload
 
 NUM_PROBES = 40
@@ -172,7 +173,7 @@ async def _run(parsed: argparse.Namespace, policies: Sequence[str], console: Con
             console.print(f"{policy}, seed {seed}: {trial.measured_s:.1f} s, simulated {trial.simulated_s:.1f} s")
             if parsed.json is not None:  # after each: what was measured is not lost with what comes
                 figures = {"profile": asdict(profile), "overhead_s": overhead_s, "trials": [asdict(t) for t in trials]}
-                parsed.json.write_bytes(orjson.dumps(figures, option=orjson.OPT_INDENT_2))
+                write_whole(parsed.json, orjson.dumps(figures, option=orjson.OPT_INDENT_2))
     return trials
 
 

@@ -4,7 +4,6 @@ predictor."""
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from shutil import copyfile
 from tempfile import TemporaryDirectory
 from zlib import crc32
 
@@ -12,6 +11,7 @@ from predictor.progress import Progress
 from predictor.selection import Choice, PredictionPair, choose
 from predictor.tabular import TabularPredictor
 from predictor.text import TextExample, TextPredictor, TrainingReport, train_text
+from workloads.result_files import write_whole
 
 NUM_FOLDS = 5
 """Parts into which groups are dealt; one fifth of the groups judges. No group is in two parts."""
@@ -29,7 +29,7 @@ def try_text(examples: Sequence[TextExample], out: Path, *, seed: int = 0) -> tu
         raise ValueError("an example has no total_tokens: what a trajectory came to is what is learned")
     examples = beside_tabular(examples)
     asked = [example for example in examples if _fold(example) == 0]
-    with TemporaryDirectory() as folder:  # `out` may be a model that is in use
+    with TemporaryDirectory() as folder:
         draft = Path(folder) / "text.pt"
         report = train_text([example for example in examples if _fold(example)], draft, seed=seed)
         said = TextPredictor.load(draft).predict_all(asked)
@@ -39,7 +39,7 @@ def try_text(examples: Sequence[TextExample], out: Path, *, seed: int = 0) -> tu
         ]
         choice = choose(judged, seed=seed)
         if choice.takes_challenger:
-            copyfile(draft, out)
+            write_whole(out, draft.read_bytes())
     return report, choice
 
 

@@ -25,6 +25,13 @@ sys.argv = ["heddle", "simulate", "--help", sys.argv[1]]
 sys.exit(main())
 """
 SHORT = ("simulate", "coding-light-14b", "--tp", "4", "--policy", "verl", "--seed", "1", "--trajectories", "16")
+FULL = """
+import resource, signal, sys
+from heddle.__main__ import main
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))  # like a full disk, except for the error's number
+sys.exit(main())
+"""
 AS_NOBODY = """
 import argparse, os, sys
 from heddle.arguments import out_file
@@ -106,6 +113,27 @@ def test_a_reader_that_has_read_enough_costs_no_file(tmp_path: Path) -> None:
             running.stdout.close()
             assert len(orjson.loads(written.read())["runs"]) == 1
     assert running.returncode == 141
+
+
+@pytest.mark.parametrize(
+    "verb",
+    [
+        (*SHORT, "--json", "{out}"),
+        ("predictor", "train", "--law", "coding", "--trajectories", "25", "--out", "{out}"),
+        ("import", "{trace}", "--out", "{out}"),
+    ],
+    ids=lambda verb: verb[0],
+)
+def test_a_disk_that_is_full_at_the_end_costs_no_earlier_result(verb: tuple[str, ...], tmp_path: Path) -> None:
+    """The file to write was emptied first: what an earlier run had made was gone, and there was nothing new."""
+    out, trace = tmp_path / "out", tmp_path / "trace.jsonl"
+    out.write_text("earlier")
+    call = '{"timestamp": 0, "input_length": 512, "output_length": 9, "hash_ids": [1]}\n'
+    trace.write_text(call * 9)
+    status, said = ended("-c", FULL, *(part.format(out=out, trace=trace) for part in verb))
+    assert (status, said) == (2, f"heddle {verb[0]}{' train' * (verb[0] == 'predictor')}: [Errno 27] File too large\n")
+    assert out.read_text() == "earlier"
+    assert {file.name for file in tmp_path.iterdir()} == {"out", "trace.jsonl"}
 
 
 def test_a_full_disk_is_reported_with_one_line() -> None:

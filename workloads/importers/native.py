@@ -7,6 +7,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
+from workloads.result_files import write_whole
 from workloads.traces import TraceError, parse_line
 from workloads.trajectories import Trajectory, Workload
 
@@ -15,7 +16,7 @@ def write_trace(workload: Workload, path: Path) -> None:
     """One trajectory per line, gzipped if the name ends in `.gz`. The same workload gives the same bytes."""
     content = "".join(f"{_line_of(trajectory)}\n" for trajectory in workload.trajectories).encode()
     # Gzip writes the current time into its header unless it is given one.
-    path.write_bytes(gzip.compress(content, mtime=0) if path.suffix == ".gz" else content)
+    write_whole(path, gzip.compress(content, mtime=0) if path.suffix == ".gz" else content)
 
 
 def check_writable(workload: Workload, path: Path) -> None:
