@@ -126,6 +126,24 @@ def test_turns_that_a_killed_gateway_logged_and_did_not_keep_are_left_out(
     assert len(lengths(import_trace(log))[f"{saved['trajectory_id']}-0"][2]) == 1  # type: ignore[index]
 
 
+def test_an_id_that_is_used_again_once_it_is_forgotten_is_another_trajectory(
+    log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As of the same tasks in the next epoch. All of them seemed to have begun in an older file."""
+    first, lines = import_trace(log), log.read_bytes().splitlines(keepends=True)
+    names = dict.fromkeys(one.trajectory_id.rpartition("-")[0] for one in first.trajectories)
+    forgets = [
+        json.dumps({"at": 1e6, "kind": "action", "type": "Forget", "trajectory_id": name}).encode() + b"\n"
+        for name in names
+    ]
+    again = [line.replace(b'"group_id":"', b'"group_id":"again-') for line in lines[1:]]
+    log.write_bytes(b"".join([*lines, *forgets, *again]))
+    assert main(["import", str(log), "--out", str(tmp_path / "out.jsonl")]) == 0
+    assert "Left out" not in capsys.readouterr().out
+    second = {name[:-1] + "1": (f"again-{group_id}", *others) for name, (group_id, *others) in lengths(first).items()}
+    assert lengths(load_trace(tmp_path / "out.jsonl")) == lengths(first) | second
+
+
 def test_a_log_in_which_no_trajectory_began_is_refused_with_the_cause(log: Path) -> None:
     """It was said to hold no trajectory."""
     events = log.read_bytes().splitlines(keepends=True)

@@ -9,9 +9,10 @@ context that an agent cut down begins a new one.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, pairwise, repeat
 
 from workloads.trajectories import Trajectory, Turn, Workload
 
@@ -58,22 +59,21 @@ def blocks_of(content: Sequence[int] | str, size: int) -> tuple[int, ...]:
 
 
 def workload_of_sessions(
-    name: str, sessions: Iterable[tuple[str, Sequence[Call]]], groups: Mapping[str, str] | None = None
+    name: str, sessions: Iterable[tuple[str, Sequence[Call]]], groups: Iterable[str] = ()
 ) -> Workload:
-    """The strands of each session, `session-0`, `session-1` and so on.
+    """The strands of each session, `session-0`, `session-1` and so on, also where several sessions have one name.
 
     Args:
-        groups: The group of each session; a session that is not in it is a group of its own.
+        groups: The group of each session, in their order; one without any, or with "", is a group of its own.
     """
-    group_of = groups or {}
-    return Workload(
-        name,
-        tuple(
-            _trajectory(f"{session_id}-{number}", group_of.get(session_id, session_id), strand)
-            for session_id, calls in sessions
-            for number, strand in enumerate(_strands_of_session(calls))
-        ),
-    )
+    num_strands: Counter[str] = Counter()
+    trajectories = []
+    for (session_id, calls), group_id in zip(sessions, chain(groups, repeat("")), strict=False):
+        for strand in _strands_of_session(calls):
+            number = num_strands[session_id]
+            trajectories.append(_trajectory(f"{session_id}-{number}", group_id or session_id, strand))
+            num_strands[session_id] += 1
+    return Workload(name, tuple(trajectories))
 
 
 def workload_by_prefix(name: str, calls: Iterable[Call]) -> Workload:

@@ -7,14 +7,14 @@
 A trajectory is a session. One that began in an older file is left out: its record counts more turns than the log has.
 One that still runs at the log's end is cut there, and a last line that is cut off is left out. Turns that a killed
 gateway logged, and whose record it lost, are left out: its clients asked for them again. The next process tells in its
-first line which turns it knows.
+first line which turns it knows. Once the gateway has forgotten a trajectory, its id may be another's.
 
     {"at": 12.0, "kind": "start", "records": [{"trajectory_id": "t", "num_turns": 1, ...}], ...}
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,16 @@ from workloads.trajectories import Workload
 
 # A client may ask for the next turn before the gateway has noted the end of the last one; this is ample.
 _NOTED_LATE_S = 1.0
+
+
+@dataclass(slots=True)
+class _Session:
+    """What a log tells of a trajectory until the gateway forgets it; num_turns: as its record counts them."""
+
+    trajectory_id: str
+    group_id: str = ""
+    num_turns: int = 0
+    calls: list[Call] = field(default_factory=list)
 
 
 def is_event(fields: dict[str, Any]) -> bool:
@@ -41,9 +51,8 @@ def read_event_log(path: Path) -> Workload:
         OSError: If the file cannot be read.
     """
     arrivals: dict[str, tuple[str, float]] = {}
-    sessions: dict[str, list[Call]] = {}
-    groups: dict[str, str] = {}
-    num_turns: dict[str, int] = {}
+    sessions: dict[str, _Session] = {}
+    forgotten: list[_Session] = []
     cut: list[int] = []
     for number, _, fields in json_lines(path, on_cut=cut.append):
         record = Record(fields, f"{path}, line {number}")
@@ -52,32 +61,42 @@ def read_event_log(path: Path) -> Workload:
                 trajectory_id = record.text("trajectory_id")
                 arrivals[record.text("turn_id")] = trajectory_id, record.number("at")
                 if record.fields.get("group_id"):
-                    groups[trajectory_id] = record.text("group_id")
+                    _session(sessions, trajectory_id).group_id = record.text("group_id")
             case "TurnFinished":
                 arrival = arrivals.pop(record.text("turn_id"), None)
                 if arrival is not None:
-                    sessions.setdefault(arrival[0], []).append(_call(record, arrival[1]))
+                    _session(sessions, arrival[0]).calls.append(_call(record, arrival[1]))
             case "Save":
                 saved = Record(record.fields.get("record"), f"{record.where}, record")
-                num_turns[saved.text("trajectory_id")] = saved.count("num_turns")
+                _session(sessions, saved.text("trajectory_id")).num_turns = saved.count("num_turns")
+            case "Forget":
+                if (session := sessions.pop(record.text("trajectory_id"), None)) is not None:
+                    forgotten.append(session)
             case None if record.fields.get("kind") == "start":
                 for kept in record.records("records"):
                     trajectory_id, num_kept = kept.text("trajectory_id"), kept.count("num_turns")
-                    if trajectory_id in num_turns:
-                        num_turns[trajectory_id] = num_kept
-                    del sessions.get(trajectory_id, [])[num_kept:]
-    whole = [(name, calls) for name, calls in sessions.items() if calls and len(calls) == num_turns.get(name)]
-    begun = {name for name, calls in sessions.items() if calls} | {name for name, num in num_turns.items() if num}
+                    if (known := sessions.get(trajectory_id)) is not None:
+                        known.num_turns = num_kept
+                        del known.calls[num_kept:]
+    begun = [session for session in (*forgotten, *sessions.values()) if session.calls or session.num_turns]
+    whole = [session for session in begun if len(session.calls) == session.num_turns]
     num_older = len(begun) - len(whole)
     if num_older and not whole:
         raise TraceError(f"{path}: all trajectories in it began in an older file, whose lines must come before it")
-    for _, calls in whole:  # they are logged when they end
-        calls.sort(key=lambda call: call.started_at_s or 0.0)
-    workload = workload_of_sessions(path.name.split(".")[0], whole, groups)
+    for session in whole:  # they are logged when they end
+        session.calls.sort(key=lambda call: call.started_at_s or 0.0)
+    calls_of = ((session.trajectory_id, session.calls) for session in whole)
+    workload = workload_of_sessions(path.name.split(".")[0], calls_of, (session.group_id for session in whole))
     left_out = [f"line {number:,}, the last, which is cut off" for number in cut]
     if num_older:
         left_out.append(f"trajectories that began in an older file, whose lines must come before it: {num_older:,}")
     return replace(workload, left_out="; ".join(left_out))
+
+
+def _session(sessions: dict[str, _Session], trajectory_id: str) -> _Session:
+    if trajectory_id not in sessions:
+        sessions[trajectory_id] = _Session(trajectory_id)
+    return sessions[trajectory_id]
 
 
 def _call(finished: Record, started_at_s: float) -> Call:

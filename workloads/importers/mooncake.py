@@ -66,7 +66,8 @@ def read_mooncake(path: Path) -> Workload:
     name = path.name.split(".")[0]
     if _are_additions(sessions.values()):
         sessions = {session_id: _whole_prompts(additions) for session_id, additions in sessions.items()}
-    by_session = workload_of_sessions(name, [*sessions.items(), *of_chats.items()], groups)
+    group_ids = (groups.get(session_id, "") for session_id in (*sessions, *of_chats))
+    by_session = workload_of_sessions(name, [*sessions.items(), *of_chats.items()], group_ids)
     return Workload(name, by_session.trajectories + workload_by_prefix(name, calls).trajectories)
 
 
