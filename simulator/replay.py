@@ -117,6 +117,7 @@ def _replay(path: Path, policy_name: str | None) -> Replayed:
                 is_without_beginning = scheduler is None
             case "start":
                 is_without_beginning = False
+                due = []  # a process that was killed may not have written all of its last actions
                 scheduler = _started(said, f"{path}, line {number}: ", policy_name)
             case "event" | "action" if is_without_beginning:
                 pass

@@ -81,6 +81,21 @@ def test_a_last_line_that_is_cut_off_is_skipped(kind: str, tmp_path: Path) -> No
     assert replayed.num_events + replayed.num_actions == number - 2
 
 
+@pytest.mark.parametrize("half", [b"", b'{"at":9'])
+def test_actions_that_a_killed_gateway_had_no_time_to_write_are_no_difference(half: bytes, tmp_path: Path) -> None:
+    """It died in the midst of a long write, and the next process goes on behind the last whole line."""
+    path = written(tmp_path / "events.jsonl", "heddle")
+    lines = path.read_bytes().splitlines(keepends=True)
+    number = next(n for n, line in enumerate(lines) if b'"Dispatch"' in line)
+    path.write_bytes(b"".join(lines[:number]) + half)
+    EventLog(str(path), 2**30).close()
+    with path.open("ab") as log:
+        log.writelines(lines)
+    replayed = replay(path)
+    assert replayed.difference is None
+    assert replayed.num_events + replayed.num_actions == number - 1 + len(lines) - 1
+
+
 def test_a_log_of_the_gateway_is_replayed_without_a_start(tmp_path: Path) -> None:
     """The gateway's own writer produces the lines that a replay compares, for every event and action."""
     log = EventLog(str(tmp_path / "gateway.jsonl"), 2**30)
