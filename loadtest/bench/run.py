@@ -208,8 +208,16 @@ def _chosen(names: str | None, known: list[str], what: str) -> list[str]:
     return [name for name in known if name in wanted]
 
 
-def main() -> None:
-    """Run it as the command line says."""
+def main() -> int:
+    """Run it as the command line says; 130 if it is interrupted."""
+    try:
+        _run()
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _run() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--sections", help=f"with commas between them: {', '.join(section.name for section in SECTIONS)}"
@@ -244,4 +252,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

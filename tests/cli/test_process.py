@@ -61,15 +61,23 @@ def test_an_interrupt_while_modules_are_imported_leaves_no_traceback(module: str
     assert ended("-c", INTERRUPTED, module) == (130, "")
 
 
-@pytest.mark.parametrize("program", ["loadtest.soak", "heddle.loop --gpus 8 --trajectories 8 --work-dir {}"])
+@pytest.mark.parametrize(
+    "program",
+    [
+        "loadtest.soak",
+        "heddle.loop --gpus 8 --trajectories 8 --work-dir {}",
+        "loadtest.bench.run --sections answers --only direct --repeats 1 --seconds 0.1 --write {}/page",
+    ],
+)
 def test_an_interrupted_measurement_leaves_no_traceback(program: str, tmp_path: Path) -> None:
     """It takes minutes, so many are interrupted."""
+    os.mkfifo(tmp_path / "page")  # which nobody writes: the benchmark waits there
     with subprocess.Popen(
         [sys.executable, "-m", *program.format(tmp_path).split()],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         cwd=ROOT,
-        env=os.environ | {"PYTHONUNBUFFERED": "1", "TMPDIR": str(tmp_path)},
+        env=os.environ | {"PYTHONUNBUFFERED": "1", "TMPDIR": str(tmp_path), "HEDDLE_WORK": str(tmp_path)},
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as running:
         assert running.stdout is not None
