@@ -91,8 +91,15 @@ class Learner:
 
         Args:
             version: the name of the weights that are trained, before this step.
+
+        Raises:
+            ValueError: no record can be learned from.
         """
         learned = samples(records, version)
+        if not learned:
+            raise ValueError(
+                f"none of {len(records)} records has a reward and tokens; gateways record them with token_legs=auto"
+            )
         num_tokens = sum(sum(one.mask) for one in learned)
         num_stale, drift = 0, 0.0
         self._optimizer.zero_grad()

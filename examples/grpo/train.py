@@ -59,7 +59,7 @@ async def _give_weights(gateway: str, admin_key: str, learner: Learner, out: Pat
         headers = {"authorization": f"Bearer {admin_key}"}
         answer = await http.post(f"{gateway}/v1/weights", json=order, headers=headers)
     if answer.is_error or answer.json()["status"] != "done":
-        raise RuntimeError(f"some engines lack {version}: {answer.text}")
+        raise RuntimeError(f"not all engines took {version}: {answer.text}")
     return version
 
 
@@ -74,9 +74,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, help="of the agents' samples (default: the engines')")
     parser.add_argument("--asynchronous", action="store_true", help="play the next rollout while learning")
     args = parser.parse_args()
+    if not (admin_key := os.environ.get("HEDDLE_ADMIN_KEY", "")):
+        parser.error("HEDDLE_ADMIN_KEY is not set; it must be the gateway's")
     args.out.mkdir(parents=True, exist_ok=True)
     learner, plan = Learner(args.checkpoint, args.learning_rate), Plan(max_tokens=args.max_tokens, seed=args.seed)
-    admin_key = os.environ["HEDDLE_ADMIN_KEY"]
     asyncio.run(train(args.gateway, admin_key, learner, plan, args.out, args.steps, args.asynchronous))
 
 

@@ -106,3 +106,12 @@ async def test_the_trainer_tells_why_the_fleet_does_not_take_its_weights(
     async with running_gateway(admin_key=None) as gateway:
         with pytest.raises(AssertionError, match="the gateway was started without one"):
             await run_with_torch(vllm_venv, "examples.grpo.train", gateway.url, tiny_model, tmp_path, "--steps", "1")
+
+
+async def test_the_trainer_ends_where_it_has_nothing_to_learn_from(
+    training_engines: list[LocalEngine], tiny_model: Path, vllm_venv: Path, tmp_path: Path
+) -> None:
+    """Without tokens, each step gave the fleet the same weights under another name."""
+    async with running_gateway(training_engines[0].url, **PATIENT, token_legs="off") as gateway:
+        with pytest.raises(AssertionError, match="gateways record them with token_legs=auto"):
+            await run_with_torch(vllm_venv, "examples.grpo.train", gateway.url, tiny_model, tmp_path, "--steps", "2")
