@@ -101,13 +101,13 @@ class KubernetesLauncher:
 
         Raises:
             LaunchFailed: a device is unknown or held, or the API server refused the Pod.
+            ConnectionError: the API server cannot be reached, or not do it now; safe to repeat.
         """
         try:
             return await asyncio.to_thread(self._launch, spec)
-        except ConnectionError as error:
-            raise LaunchFailed(str(error)) from error
         except (ValueError, HTTPError, ApiException) as error:
-            raise LaunchFailed(f"Kubernetes: {_words(error)}") from error
+            kind = ConnectionError if _may_pass(error) else LaunchFailed
+            raise kind(f"Kubernetes: {_words(error)}") from error
 
     async def find(self, fleet_id: str) -> list[Server]:
         """All servers of a fleet whose Pods exist, oldest first.
@@ -281,6 +281,13 @@ def _is_ready(it: Json) -> bool:
     """Whether a node, or a Pod, has the condition `Ready`."""
     conditions = (it.get("status") or {}).get("conditions") or ()
     return any(each["type"] == "Ready" and each["status"] == "True" for each in conditions)
+
+
+def _may_pass(error: Exception) -> bool:
+    """Whether the API server did not answer, or could not do what it was asked to."""
+    if isinstance(error, ApiException):
+        return error.status in (0, 429) or error.status >= 500  # 0: TLS failed
+    return isinstance(error, HTTPError)
 
 
 def _words(error: Exception) -> str:

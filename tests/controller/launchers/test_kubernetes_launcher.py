@@ -22,6 +22,7 @@ pytest.importorskip("kubernetes")
 from tests.controller.launcher_contract import FAIL, PROMISES, SERVE, STUBBORN, Promise, Site
 from tests.controller.launchers.kubernetes_site import NAMESPACE, Cluster, double, real, template
 from tests.controller.launchers.waiting import serves_models, until
+from tests.engines.raw_server import Peer, raw_server
 
 has_real = {"KUBE_APISERVER", "ETCD"} <= os.environ.keys()
 
@@ -148,15 +149,27 @@ async def test_somebody_elses_pod_of_the_same_name_is_left_alone(site: Site, clu
 
 
 async def test_an_api_server_that_is_away_is_reported(site: Site, cluster: Cluster, tmp_path: Path) -> None:
-    """Finding, stopping and the inventory raise ConnectionError, which is safe to retry; a launch fails."""
+    """Finding, launching, stopping and the inventory raise ConnectionError, which is safe to retry."""
     away = replace(cluster, url="http://127.0.0.1:1", folder=tmp_path).launcher()
-    for call in (away.find(site.fleet_id), away.stop("engine", 1.0)):
+    for call in (away.find(site.fleet_id), away.launch(site.spec()), away.stop("engine", 1.0)):
         with pytest.raises(ConnectionError, match="Kubernetes"):
             await call
     with pytest.raises(ConnectionError, match="Kubernetes"):
         away.inventory()
-    with pytest.raises(LaunchFailed, match="Kubernetes"):
-        await away.launch(site.spec())
+
+
+@pytest.mark.parametrize("status", [b"429 Too Many Requests", b"500 Internal Server Error", b"503 Service Unavailable"])
+async def test_an_overloaded_api_server_has_refused_no_pod(status: bytes, cluster: Cluster, tmp_path: Path) -> None:
+    """Its etcd is without a leader, or an admission webhook is away: the launch may be repeated."""
+
+    async def overloaded(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(b"HTTP/1.1 " + status + b"\r\ncontent-length: 0\r\n\r\n")
+
+    async with raw_server(overloaded) as api:
+        launcher = replace(cluster, url=api.url, folder=tmp_path).launcher()
+        with pytest.raises(ConnectionError, match=status.decode()):
+            await launcher.launch(ServerSpec("engine", "fleet", 1, ("node-a/0",), ("serve",)))
 
 
 async def serving_on(site: Site, cluster: Cluster, node: str) -> ServerSpec:
