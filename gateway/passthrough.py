@@ -5,7 +5,9 @@ them.
 import asyncio
 from codecs import BOM_UTF8
 
-from engines.http import FAULTS, AnswerTooLarge, Response
+import orjson
+
+from engines.http import FAULTS, AnswerTooLarge, BadResponse, Response
 from gateway.config import Settings
 from gateway.fleet.fleet import Fleet
 from gateway.http.client import Client, ClientLeft, Headers, header_lines
@@ -28,6 +30,7 @@ PASSTHROUGH_ROUTES: dict[str, Api] = {
 _NO_ROUTE = (404, 405)
 # Embeddings in bytes need it to be read (vLLM 0.32, pooling/utils.py).
 _METADATA = b"metadata"
+_JSON = b"application/json"
 
 
 class Passthrough:
@@ -89,6 +92,8 @@ class Passthrough:
             try:
                 response = await member.http.request("POST", path, body, timeout_s=self._settings.silence_timeout_s)
                 answer = await response.body(self._settings.max_answer_bytes, self._settings.silence_timeout_s)
+                if response.ends_at_eof and _is_cut(response, answer):
+                    raise BadResponse("its answer was cut short")
                 has_answered = True
                 if response.status in _NO_ROUTE:
                     lacking = response.status, answer, _form(response)
@@ -112,9 +117,24 @@ class Passthrough:
         return answered
 
 
+def _is_cut(response: Response, answer: bytes) -> bool:
+    """Whether an answer whose length was not told lacks its end, as far as that can be seen: only in JSON."""
+    if response.status != 200 or not _content_type(response).startswith(_JSON):
+        return False
+    try:
+        orjson.loads(answer)
+    except orjson.JSONDecodeError:
+        return True
+    return False
+
+
+def _content_type(response: Response) -> bytes:
+    return response.headers.get(b"content-type", _JSON)
+
+
 def _form(response: Response) -> Headers:
     """The headers that tell how to read an answer's body."""
-    form = [(b"content-type", response.headers.get(b"content-type", b"application/json"))]
+    form = [(b"content-type", _content_type(response))]
     if _METADATA in response.headers:
         form.append((_METADATA, response.headers[_METADATA]))
     return header_lines(form)

@@ -614,6 +614,22 @@ async def test_embeddings_in_bytes_come_with_what_describes_them(client: httpx.A
         assert response.headers["metadata"] == metadata
 
 
+async def test_a_cut_answer_that_ends_with_its_connection_is_no_answer_to_tokenize(client: httpx.AsyncClient) -> None:
+    """As for a turn: a proxy that speaks HTTP/1.0 tells no length, so an engine that dies looks like the end. Another
+    engine is asked."""
+    answer_body = b'{"count":2,"max_model_len":40960,"tokens":[1,2]}'
+
+    async with (
+        raw_engine(writes(b"HTTP/1.0 200 OK\r\n\r\n" + answer_body[:-3])) as dying,
+        raw_engine(writes(b"HTTP/1.0 200 OK\r\n\r\n" + answer_body)) as good,
+        running_gateway(dying.url, good.url) as gateway,
+    ):
+        await eventually(lambda: is_ready(client, gateway.url, 2))
+        response = await client.post(gateway.url + "/tokenize", json={"model": "simulated", "prompt": "x"})
+        assert (response.status_code, response.content) == (200, answer_body)
+        assert (len(dying.posts), len(good.posts)) == (1, 1)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_engine_that_dies_loses_only_streams_that_had_begun(client: httpx.AsyncClient, stream: bool) -> None:
     """Of sixteen turns, whole answers all come from the other engine; streams that had begun end with an error
