@@ -16,7 +16,7 @@ from typing import Any
 
 import orjson
 
-from engines.http import FAULTS, HttpClient
+from engines.http import HttpClient
 
 SIDE_CHANNEL = "VLLM_NIXL_SIDE_CHANNEL"
 """Prefix of the environment variables for the address where a server describes its memory to others: `_HOST`,
@@ -110,15 +110,18 @@ def tier_name(kind: str, folder: Path, tp: int) -> str:
 
 
 async def kv_ways(http: HttpClient, timeout_s: float) -> KvWays:
-    """How a vLLM server's KV reaches others, as far as it reports: only a server in development mode does."""
+    """How a vLLM server's KV reaches others, as far as it reports: only a server in development mode does.
+
+    Raises: what HttpClient does.
+    """
+    status, body = await http.get("/server_info?config_format=json", timeout_s)
+    if status != 200:
+        return KvWays()
     try:
-        status, body = await http.get("/server_info?config_format=json", timeout_s)
-        if status != 200:
-            return KvWays()
         config = orjson.loads(body)["vllm_config"]
         tp = config["parallel_config"]["tensor_parallel_size"]
         return ways_told(config["kv_transfer_config"] or {}, tp)
-    except (*FAULTS, AttributeError, KeyError, TypeError, ValueError):
+    except (AttributeError, KeyError, TypeError, ValueError):
         return KvWays()
 
 

@@ -152,10 +152,11 @@ class Fleet:
                 return member
         raise UnknownEngine(f"No engine {engine_id[:256]!r}")
 
-    def kv_tier(self, engine_id: str) -> str:
-        """The KV tier that an engine shares; "" for none, and for one that left."""
+    def kv_tier(self, engine_id: str) -> str | None:
+        """The KV tier that an engine shares; "" for none, and for one that left; None as long as it has not told."""
         with contextlib.suppress(UnknownEngine):
-            return self.get(engine_id).server.kv_tier
+            server = self.get(engine_id).server
+            return None if server.asks_setup else server.kv_tier
         return ""
 
     def members(self) -> list[Member]:

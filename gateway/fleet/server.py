@@ -45,6 +45,7 @@ class Server:
         models_at: when it last told its models.
         slots: of each of its engines.
         asks_tokens: whether it has token routes is still unknown, and is asked at each look.
+        asks_setup: the same of its slots and KV ways.
         moves_kv: its engines offer KV to others and fetch theirs, as far as is known.
         kv_tier: names the KV tier that it shares with all servers of the same value; "" for none.
         num_faults: connection faults since the last good look or answer.
@@ -75,6 +76,7 @@ class Server:
     models_at: float = 0.0
     slots: int | None = None
     asks_tokens: bool = False
+    asks_setup: bool = False
     moves_kv: bool = False
     kv_tier: str = ""
     num_faults: int = 0

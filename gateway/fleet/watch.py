@@ -8,8 +8,16 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 
-from engines.dialect import Asleep, Observation, ObservationError
-from engines.http import FAULTS, NoMoreConnections, NothingListens
+from engines.dialect import Asleep, Dialect, Observation, ObservationError
+from engines.http import (
+    FAULTS,
+    AnswerTooLarge,
+    BadResponse,
+    ConnectionBroken,
+    NoMoreConnections,
+    NothingListens,
+    ResponseTimeout,
+)
 from engines.kv_connectors import KvWays, kv_ways
 from engines.probe import Model, UnknownKind, discover, models_of, tells_tokens
 from gateway.clock import Clock
@@ -84,6 +92,8 @@ class Watch:
             self._told(server, await models_of(server.http, timeout_s))
         if server.asks_tokens:
             server.asks_tokens = not await tells_tokens(server.dialect, server.http, timeout_s)
+        if server.asks_setup:
+            server.asks_setup = not await self._tells_setup(server, server.dialect)
         observations = await server.dialect.observe(server.http, timeout_s)
         for member, observation in zip(server.members, observations, strict=False):
             self._check_progress(member, observation)
@@ -137,10 +147,8 @@ class Watch:
         except UnknownKind as fault:
             raise ObservationError(f"{fault}; name its kind") from None
         server.dialect, server.asks_tokens = found.dialect, self._settings.token_legs == "auto"
+        server.asks_setup = True
         self._told(server, found.models)
-        ways = await self._kv_ways(server)
-        server.moves_kv, server.kv_tier = ways.fetches, ways.tier
-        server.slots = server.settings.slots or await found.dialect.slots(server.http, timeout_s)
 
     def _told(self, server: Server, models: tuple[Model, ...]) -> None:
         before, server.models = server.models, self._named(server, models)
@@ -148,14 +156,25 @@ class Watch:
         if server.models != before:
             self._on_models()
 
-    async def _kv_ways(self, server: Server) -> KvWays:
-        """What was configured for an engine, else what it reports."""
-        said, told = server.settings, KvWays()
-        is_vllm = server.dialect is not None and server.dialect.kind == "vllm"
-        if is_vllm and (said.kv_transfer is None or said.kv_tier is None):
-            told = await kv_ways(server.http, self._settings.observe_timeout_s)
-        fetches = told.fetches if said.kv_transfer is None else said.kv_transfer == "nixl"
-        return KvWays(fetches, told.tier if said.kv_tier is None else said.kv_tier)
+    async def _tells_setup(self, server: Server, dialect: Dialect) -> bool:
+        """Learn an engine's slots and KV ways: as configured, else as it reports them.
+
+        Returns: whether it answered. vLLM's first answer may come late, because it collects its environment (0.32).
+        Raises: EngineUnreachable, NoMoreConnections.
+        """
+        said, timeout_s = server.settings, self._settings.observe_timeout_s
+        told, slots, has_answered = KvWays(), said.slots, True
+        try:
+            if dialect.kind == "vllm" and (said.kv_transfer is None or said.kv_tier is None):
+                told = await kv_ways(server.http, timeout_s)
+            if slots is None:
+                slots = await dialect.slots(server.http, timeout_s)
+        except (ConnectionBroken, BadResponse, ResponseTimeout, AnswerTooLarge):
+            has_answered = False
+        server.slots = slots
+        server.moves_kv = told.fetches if said.kv_transfer is None else said.kv_transfer == "nixl"
+        server.kv_tier = told.tier if said.kv_tier is None else said.kv_tier
+        return has_answered
 
     def _named(self, server: Server, models: tuple[Model, ...]) -> tuple[Model, ...]:
         """The models under the names by which clients know them."""

@@ -55,10 +55,10 @@ class Contexts:
 
     Args:
         max_bytes: for kept requests; the least recently used go first.
-        tier_of: the KV tier of an engine, by id.
+        tier_of: the KV tier of an engine, by id; None as long as it has not told.
     """
 
-    def __init__(self, book: TokenBook, max_bytes: int, tier_of: Callable[[str], str]) -> None:
+    def __init__(self, book: TokenBook, max_bytes: int, tier_of: Callable[[str], str | None]) -> None:
         self._book = book
         self._tier_of = tier_of
         self._tiers: dict[str, str] = {}  # by engine: another process is another engine
@@ -150,7 +150,9 @@ class Contexts:
     def _tier(self, engine_id: str) -> str:
         tier = self._tiers.get(engine_id)
         if tier is None:
-            tier = self._tiers[engine_id] = self._tier_of(engine_id)
+            if (tier := self._tier_of(engine_id)) is None:
+                return ""
+            self._tiers[engine_id] = tier
             if len(self._tiers) > _MAX_TIERS:
                 del self._tiers[next(iter(self._tiers))]
         return tier

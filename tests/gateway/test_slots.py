@@ -47,3 +47,27 @@ async def test_an_engine_that_does_not_tell_its_slots_gets_as_many_turns_as_it_r
         for turn in turns:
             turn.cancel()
         await asyncio.gather(*turns, return_exceptions=True)
+
+
+async def test_an_engine_that_cannot_tell_yet_is_used_and_asked_again() -> None:
+    """vLLM's first answer about its configuration takes seconds, because it collects its environment (0.32). The engine
+    gets turns meanwhile; it kept the default slots, and no KV was fetched from it or by it, until it was relaunched."""
+    told = SimulatedEngineSettings(
+        profile=SILENT.profile, kv_transfer=True, faults=(Fault("reset", path="/server_info", count=3),)
+    )
+    async with (
+        serve_engine(told) as engine,
+        running_gateway(engine, observe_interval_s=0.05, faults_to_open=1) as gateway,
+        httpx.AsyncClient(timeout=60) as client,
+    ):
+
+        async def shown() -> tuple[str, int, bool]:
+            (one,) = (await client.get(gateway.url + "/v1/engines")).json()["data"]
+            return one["state"], one["slots"], one["moves_kv"]
+
+        async def is_told() -> bool:
+            state, slots, moves_kv = await shown()
+            assert state == "ready"
+            return (slots, moves_kv) == (256, True)
+
+        await eventually(is_told)
