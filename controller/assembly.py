@@ -1,6 +1,7 @@
 """Assembles a controller, in one place: lease, journal, launcher, gateway, demand and loop."""
 
 import logging
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -15,13 +16,16 @@ from controller.loop import Controller
 
 LOGGER = logging.getLogger("heddle.controller")
 
+_PIN = "CUDA_VISIBLE_DEVICES"
+
 
 def launcher_of(fleet: FleetFile) -> Launcher:
     """The launcher that the file names. Raises FleetFileError if it cannot be used."""
     try:
         match fleet.launcher:
             case "local":
-                pin = None if fleet.cpu_slots else "CUDA_VISIBLE_DEVICES"
+                _check_visible(fleet)
+                pin = None if fleet.cpu_slots else _PIN
                 folder = fleet.state_dir / "servers"
                 return LocalLauncher(folder, fleet.local_devices, pin, fleet.limits.max_log_bytes)
             case "ray":
@@ -34,6 +38,13 @@ def launcher_of(fleet: FleetFile) -> Launcher:
                 return kubernetes_launcher(fleet, fleet.launcher_options)
     except (ImportError, ValueError) as error:
         raise FleetFileError(f"launcher {fleet.launcher}: {error}") from None
+
+
+def _check_visible(fleet: FleetFile) -> None:
+    """Raises ValueError if `gpus` counts GPUs that this process was not given: Slurm may have given them to others."""
+    visible = os.environ.get(_PIN)
+    if fleet.gpus and visible and not set(fleet.local_devices) <= set(visible.replace(" ", "").split(",")):
+        raise ValueError(f"gpus = {fleet.gpus} is GPU 0 and so on, but {_PIN} is {visible}: name them in `devices`")
 
 
 @asynccontextmanager

@@ -43,6 +43,7 @@ def test_a_fleet_file_is_read_with_the_key_from_the_environment(
 ) -> None:
     """Relative paths start at the file's folder, and no dump shows the key."""
     monkeypatch.setenv(ADMIN_KEY_VARIABLE, "secret")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     fleet = load_fleet_file(written(tmp_path, WHOLE))
     assert fleet.local_devices == tuple("01234567") and fleet.first == (4, 2, 2)
     assert fleet.state_dir == tmp_path / "state"
@@ -185,6 +186,25 @@ def test_a_mistake_is_reported_in_one_clear_line(tmp_path: Path, changed: tuple[
         load_fleet_file(written(tmp_path, text))
     assert "\n" not in str(raised.value) and "fleet.toml" in str(raised.value)
     assert "secret" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("visible", "is_refused"), [("4,5", True), ("GPU-8932f937", True), ("1,0", False), ("", False)]
+)
+def test_gpus_that_are_not_visible_to_the_controller_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str, is_refused: bool
+) -> None:
+    """As on a node shared by Slurm: GPUs 0 and 1 are another job's. Engines were started on them."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    text = 'fleet = "a"\nmodel = "m"\n'
+    fleet = load_fleet_file(written(tmp_path, text + "gpus = 2\n"))
+    if is_refused:
+        with pytest.raises(FleetFileError, match=f"gpus = 2 .* CUDA_VISIBLE_DEVICES is {visible}: .* `devices`"):
+            launcher_of(fleet)
+    else:
+        assert launcher_of(fleet).inventory() == ("0", "1")
+    named = load_fleet_file(written(tmp_path, text + 'devices = ["4", "5"]\n'))
+    assert launcher_of(named).inventory() == ("4", "5")
 
 
 def test_an_engine_may_be_larger_than_a_node_only_if_it_may_span_nodes(tmp_path: Path) -> None:
