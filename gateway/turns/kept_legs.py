@@ -171,7 +171,8 @@ class KeptLegs:
             leg.connection, leg.tape, self._turn_timeout_s, lambda: self._descriptors.drop(leg.name)
         )
         is_there = leg.engine_id == member.engine_id
-        return response, lambda: member.server.weight_version if is_there else leg.version
+        # Its engine's weights are not known before it has joined.
+        return response, lambda: (is_there and member.server.weight_version) or leg.version
 
     def _take_all(self) -> None:
         found = self._descriptors.found

@@ -15,6 +15,7 @@ import pytest
 
 from engines.simulated.server import serve_engine
 from engines.simulated.settings import Fault
+from engines.weights import STARTED_WITH
 from tests.faults.asking import PATHS, Reply, ask
 from tests.faults.kept_gateway import KeptGateway, kept_gateway
 from tests.faults.token_jobs import (
@@ -315,6 +316,32 @@ async def test_a_kept_leg_continues_while_its_engine_is_not_ready(
         assert (await client.request("DELETE", first + "/simulate/faults")).status_code == 200
         assert await generated_by(client, first, second) == tokens_of(reply, stream=False) == 200
         assert comparable_content_of(reply, body) == (await undisturbed_contents([("chat", body)], "vllm"))[0]
+
+
+async def test_the_tokens_of_a_kept_leg_have_the_version_that_it_began_with(
+    client: httpx.AsyncClient, tmp_path: Path
+) -> None:
+    """Its engine cannot be observed by the new gateway, and dies before it tells which weights made which tokens. They
+    had the version "", which counts as older than all others: the turn could be refused as too stale.
+    """
+    unobserved = {"HEDDLE_OBSERVE_INTERVAL_S": "1000", "HEDDLE_FAULTS_TO_OPEN": "1"}
+    async with AsyncExitStack() as stack, serve_engine(engine_of("vllm", speed_up=20)) as second:
+        first = await stack.enter_async_context(serve_engine(SLOW))
+        refuse = [Fault("refuse", path="/metrics")]
+        async with one_turn(client, tmp_path, first, begun_tokens=50, faults=refuse, **unobserved) as (gateway, body):
+            await add_engine(client, gateway, second)
+            pending = asyncio.create_task(reply_after_retries(client, gateway, "alone", ("chat", body)))
+
+            async def is_taken_up() -> bool:
+                shown = await client.get(gateway.url + "/v1/trajectories/alone")
+                return any(turn["chunks"] for turn in shown.json().get("live_turns", ()))
+
+            await eventually(is_taken_up, 120)
+            await stack.aclose()
+            assert tokens_of(await pending, stream=False) == 400
+            assert await generated_by(client, second) < 400, "the rest only"
+            [row] = (await client.get(gateway.url + "/v1/trajectories/alone")).json()["turns"]
+            assert (row["legs"], row["weight_versions"]) == (2, [STARTED_WITH])
 
 
 async def test_the_history_says_where_a_kept_leg_ran(client: httpx.AsyncClient, tmp_path: Path) -> None:
