@@ -101,6 +101,13 @@ def test_only_the_ends_of_a_long_text_are_read() -> None:
     assert status_of(middle + middle + "exit code: 3\n") == "failure"
 
 
+@pytest.mark.parametrize(("begin", "end"), [('{"result": ', "}"), ("[", "]")])
+def test_a_report_is_read_down_to_its_second_level(begin: str, end: str) -> None:
+    """A tool may nest its result as deep as JSON goes, which is deeper than Python recurs."""
+    assert status_of(begin * 2 + '{"exit_code": 1}' + end * 2) == "failure"
+    assert status_of(begin * 900 + '{"exit_code": 1}' + end * 900) == "success"
+
+
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
     lambda values: (
