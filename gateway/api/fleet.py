@@ -14,8 +14,7 @@ from gateway.api.parts import NEED_ADMIN, part
 from gateway.demand import Demand
 from gateway.engine_settings import EngineSettings
 from gateway.fleet.fleet import Fleet
-from gateway.fleet.member import Member
-from gateway.fleet.server import Server
+from gateway.fleet.server import Member, Server
 from gateway.http.refusals import bad_request
 from gateway.kv.moves import KvMoves
 from gateway.state.driver import Driver

@@ -17,8 +17,7 @@ from engines.dialect import Asleep, Observation, ObservationError
 from engines.http import EngineUnreachable, NothingListens, ResponseTimeout
 from gateway.clock import Clock
 from gateway.config import Settings
-from gateway.fleet.member import Member
-from gateway.fleet.server import EngineState, Server
+from gateway.fleet.server import EngineState, Member, Server
 from gateway.turnlog import LOGGER
 from scheduling.slot_search import FIRST_SLOTS
 from scheduling.types import EngineLoad, EngineLost, EngineReported, EngineSpec, Event

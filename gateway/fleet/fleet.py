@@ -18,8 +18,7 @@ from gateway.config import Settings
 from gateway.engine_settings import EngineSettings
 from gateway.fleet.circuits import Circuits
 from gateway.fleet.known_processes import KnownProcesses
-from gateway.fleet.member import Member
-from gateway.fleet.server import EngineState, Server
+from gateway.fleet.server import EngineState, Member, Server
 from gateway.fleet.watch import Watch
 from gateway.turnlog import LOGGER
 from gateway.weights.record import WeightRecord

@@ -24,8 +24,7 @@ from gateway.clock import Clock
 from gateway.config import Settings
 from gateway.fleet.circuits import Circuits, Hangs
 from gateway.fleet.known_processes import KnownProcesses
-from gateway.fleet.member import Member
-from gateway.fleet.server import EngineState, Server
+from gateway.fleet.server import EngineState, Member, Server
 from gateway.turnlog import LOGGER
 from gateway.weights.record import WeightRecord
 from gateway.weights.steps import join

@@ -20,8 +20,7 @@ from engines.kv import is_mostly, one_token
 from gateway.clock import Clock
 from gateway.config import Settings
 from gateway.fleet.fleet import Fleet, UnknownEngine
-from gateway.fleet.member import Member
-from gateway.fleet.server import EngineState
+from gateway.fleet.server import EngineState, Member
 from gateway.kv.contexts import Context, Contexts
 from gateway.kv.transfers import MoveFailed, TransferRequest, Transfers, weights_of
 from gateway.metrics import Metrics

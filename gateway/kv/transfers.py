@@ -16,7 +16,7 @@ from engines.kv import LEASE_S, HeldContext, fetching, held, offering, releasing
 from engines.upstream import Leg
 from gateway.config import Settings
 from gateway.fleet.fleet import Fleet
-from gateway.fleet.member import Member
+from gateway.fleet.server import Member
 from gateway.kv.contexts import COMPLETIONS
 
 # An offer is one token of a cached context: it must not wait behind turns. A prefill in a tool call must not delay any

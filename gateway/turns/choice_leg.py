@@ -10,7 +10,7 @@ from engines.http import CONNECTION_FAULTS, AnswerTooLarge, Response
 from engines.tokens import TokenLeg, TokenRoutes
 from gateway.clock import Clock
 from gateway.config import Settings
-from gateway.fleet.member import Member
+from gateway.fleet.server import Member
 from gateway.http.errors import api_error, engine_error
 from gateway.http.sse import EventTooLarge
 from gateway.turns.answer_writers import ParsedWriter

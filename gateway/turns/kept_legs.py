@@ -30,8 +30,7 @@ from engines.upstream import Upstream
 from gateway.config import Settings
 from gateway.descriptors import DescriptorStore
 from gateway.fleet.fleet import Fleet, UnknownEngine
-from gateway.fleet.member import Member
-from gateway.fleet.server import EngineState
+from gateway.fleet.server import EngineState, Member
 from gateway.tokens.turn_tokens import VersionSpan
 from gateway.turns.chain import Chain
 from gateway.turns.choice import Choice

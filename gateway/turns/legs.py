@@ -17,8 +17,7 @@ from engines.upstream import VLLM_GENERATE, Leg, TooDeep, Upstream
 from gateway.clock import Clock
 from gateway.config import Settings
 from gateway.fleet.fleet import Fleet, UnknownEngine
-from gateway.fleet.member import Member
-from gateway.fleet.server import EngineState
+from gateway.fleet.server import EngineState, Member
 from gateway.http.errors import api_error, engine_error
 from gateway.http.sse import EventTooLarge
 from gateway.kv.moves import KvMoves

@@ -16,7 +16,7 @@ from engines.tokens import Rendered, TokenRoutes, has_tools
 from engines.upstream import TooDeep
 from gateway.clock import Clock
 from gateway.config import Settings
-from gateway.fleet.member import Member
+from gateway.fleet.server import Member
 from gateway.http.errors import api_error, engine_error
 from gateway.messages.answers import Usage
 from gateway.messages.histories import Histories
