@@ -67,8 +67,11 @@ class TreeSettings:
 
 @dataclass(slots=True)
 class _Path:
-    """The path of a live trajectory: at each turn, the length of its chain and the output it had made."""
+    """The path of a live trajectory, in its prompt's tree: at each turn, the length of its chain and the output it had
+    made.
+    """
 
+    key: str
     chain: tuple[str, ...]
     visits: dict[int, tuple[int, int]]
 
@@ -107,8 +110,8 @@ class TreePredictor:
         """Total output: the output made plus what the trees predict is left. Cost: 50 us at 20 turns, on a
         busy core."""
         chain = self._chain(progress)
-        self._note(progress, chain)
-        place = self._place(self._key(progress), chain)
+        path = self._noted(progress, chain)
+        place = self._place(path.key, chain)
         left, p90_left = self._law(place)
         left = max(left, 1.0)
         return Prediction(progress.output_tokens + left, progress.output_tokens + max(p90_left, left))
@@ -122,7 +125,7 @@ class TreePredictor:
         chain, visits = (path.chain, list(path.visits.values())) if path else ((), [(0, 0)])
         seen = [(depth, math.log(max(total - made, 1))) for depth, made in visits]
         self._ended += 1
-        key = self._key(progress)
+        key = path.key if path else _key(progress)
         self._learn_variances(key, math.log(total))
         self._learn("", chain, seen, self._settings.memory, draws=True)
         if key:
@@ -160,9 +163,6 @@ class TreePredictor:
 
     # --- predicting -----------------------------------------------------------------------------------------
 
-    def _key(self, progress: Progress) -> str:
-        return progress.prompt_id or progress.group_id
-
     def _chain(self, progress: Progress) -> tuple[str, ...]:
         """Outcomes; if they are not read, only the number of turns."""
         settings = self._settings
@@ -170,16 +170,17 @@ class TreePredictor:
             return progress.outcomes[: settings.max_depth]
         return ("",) * min(progress.num_turns, settings.max_depth)
 
-    def _note(self, progress: Progress, chain: tuple[str, ...]) -> None:
+    def _noted(self, progress: Progress, chain: tuple[str, ...]) -> _Path:
         path = self._live.get(progress.trajectory_id)
         if path is None:
-            path = self._live[progress.trajectory_id] = _Path(chain, {})
+            path = self._live[progress.trajectory_id] = _Path(_key(progress), chain, {})
             if len(self._live) > self._settings.max_live:
                 self._live.popitem(last=False)
         path.chain = chain
         # Turns beyond the deepest node would only crowd out other trajectories' visits.
         if len(path.visits) < 4 * self._settings.max_depth or progress.num_turns in path.visits:
             path.visits[progress.num_turns] = (len(chain), progress.output_tokens)
+        return path
 
     def _place(self, key: str, chain: tuple[str, ...]) -> _Place:
         """Walk down both trees at once: the global log-mean, and how much this prompt differs."""
@@ -277,3 +278,8 @@ class TreePredictor:
         if node.parent is not None and node.parent.children is not None:
             del node.parent.children[node.label]
             node.parent.children = node.parent.children or None
+
+
+def _key(progress: Progress) -> str:
+    """Names the tree of a trajectory's prompt, at its first turn: later ones need not tell the prompt again."""
+    return progress.prompt_id or progress.group_id

@@ -14,7 +14,8 @@ class Progress:
     Args:
         trajectory_id: tells the running siblings of a group apart.
         group_id: siblings answer one prompt; empty if it is unknown.
-        prompt_id: stays the same for the same prompt in a later rollout; empty if it is unknown.
+        prompt_id: stays the same for the same prompt in a later rollout; empty if it is unknown, and maybe after the
+            first turn.
         prompt_tokens: prompt of the first turn.
         context_tokens: prompt of the turn that now begins; for an ended trajectory, all its tokens.
         output_tokens: output of all finished turns.

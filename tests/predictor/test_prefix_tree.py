@@ -84,6 +84,20 @@ def test_one_sibling_moves_its_group_and_hardly_others() -> None:
     assert before * 3 < seen[0] < seen[1] < seen[3]
 
 
+def test_a_prompt_that_is_told_at_the_first_turn_is_known_at_the_next_first_turn() -> None:
+    """As the gateway tells it. In a later rollout the group has another id, and the prompt is the same."""
+    predictor = TreePredictor()
+    for n in range(100):
+        teach(predictor, f"t{n}", [100, 100], [OK], group=f"g{n}")
+    for n in range(8):
+        predictor.predict(at(f"long{n}", group="first rollout", prompt="p"))
+        predictor.predict(at(f"long{n}", 4_000, (OK,), group="first rollout"))
+        predictor.ended(at(f"long{n}", 8_000, (OK,), group="first rollout", turns=2))
+    for group in ("first rollout", "second rollout"):
+        assert predictor.predict(at(group, group=group, prompt="p")).total_tokens > 4_000
+        assert predictor.predict(at(group, 4_000, (OK,), group=group)).total_tokens > 6_000
+
+
 def test_a_group_with_one_sibling_still_uses_the_global_tree() -> None:
     """Libra's tree would predict what the one sibling did. Here the global tree predicts a chain that the sibling never
     had."""
