@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from controller.demand import Work
-from controller.desired import DesiredFleet
+from controller.desired import DesiredFleet, Refused
 from controller.journal import State, fold
 from controller.steps import DesiredServer
 from engines import profiles
@@ -79,3 +79,9 @@ def test_plans_go_on_when_a_file_of_profiles_is_gone(tmp_path: Path) -> None:
     work = Work(tuple(Remaining(60_000.0, 4_000.0) for _ in range(4)), 0, 0.95)
     proposal = made.proposed(work, [])
     assert not isinstance(proposal, str) and proposal.tps == (2,)
+
+
+def test_a_size_that_the_file_does_not_have_is_refused(tmp_path: Path) -> None:
+    """Its flags and its profile are unknown, and the next plan would end it."""
+    with pytest.raises(Refused, match=r"TP 4 is not among tp_sizes \[1, 2\]"):
+        desired(ENDED, tmp_path).scaled([4], ())
