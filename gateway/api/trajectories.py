@@ -149,6 +149,12 @@ class Trajectories:
     def _live_turns(self, trajectory_id: str) -> list[dict[str, Any]]:
         """The turns of a trajectory that wait or run."""
         now = self._clock()
+
+        def waited_s(turn: Turn) -> float:
+            if turn.engine_id:
+                return (turn.first_dispatch_at or now) - turn.arrived_at
+            return now - turn.waits_since
+
         return [
             {
                 "turn_id": turn.turn_id,
@@ -156,7 +162,7 @@ class Trajectories:
                 "state": "running" if turn.engine_id else "waiting",
                 "legs": turn.leg,
                 "arrived_at": turn.arrived_at,
-                "waited_s": (turn.first_dispatch_at or now) - turn.arrived_at,
+                "waited_s": waited_s(turn),
                 "chunks": turn.num_chunks,
             }
             for turn in self._driver.live_turns()

@@ -136,6 +136,7 @@ class RunningTurns:
                     dispatch = begun.dispatch
                 first, begun = begun, None
                 outcome = await self._run_leg(turn, dispatch, first)
+                turn.waits_since = self._clock()
             self._endings.finished(turn, dispatch, outcome)
         except Refused as refused:
             is_refused = turn.leg == 0 or refused.error.is_clients_fault

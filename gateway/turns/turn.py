@@ -26,6 +26,7 @@ class Turn:
     Attributes:
         turn_id: also its request id; of fixed length, because SGLang aborts by prefix.
         num_clients: connections that wait for its answer.
+        waits_since: when it last began to wait for a leg.
         predicted_tokens: its trajectory's total output; 0 until it arrives at the scheduler.
         priority: what its last leg's engine was given; lower is earlier.
         engine_id: where its leg runs; "" while none does.
@@ -85,6 +86,7 @@ class Turn:
         "usage",
         "versions",
         "versions_before",
+        "waits_since",
         "written_as",
     )
 
@@ -99,6 +101,7 @@ class Turn:
         self.leg = 0
         self.priority: int | None = None
         self.first_dispatch_at: float | None = None
+        self.waits_since = arrived_at
         self.first_byte_at: float | None = None
         self.dispatch: Dispatch | None = None
         self.usage: Usage | None = None

@@ -483,6 +483,12 @@ async def test_a_turn_between_two_legs_is_shown_as_waiting(client: httpx.AsyncCl
         await eventually(lambda: shows("running", 0))
         may_reset.set()
         await eventually(lambda: shows("waiting", 1))
+
+        async def has_waited() -> bool:
+            (turn,) = (await client.get(gateway.url + "/v1/trajectories/mine")).json()["live_turns"]
+            return float(turn["waited_s"]) > 0.5
+
+        await eventually(has_waited)  # for the leg to come; it was what it had waited for its first one
         pending.cancel()
         await asyncio.gather(pending, return_exceptions=True)
 
