@@ -11,7 +11,7 @@ import httpx
 import orjson
 import pytest
 
-from gateway.state.eventlog import EventLog
+from gateway.state.eventlog import MAX_LINES_BEHIND, EventLog
 from gateway.turnlog import LOGGER
 from scheduling.types import Tick
 from simulator.replay import replay
@@ -153,6 +153,20 @@ async def test_watchers_still_get_events_when_the_file_is_given_up() -> None:
     log.add(Tick(2.0), [])
     assert (await anext(watching)).count(b'"Tick"') == 2
     log.close()
+
+
+async def test_a_watcher_that_falls_behind_is_told_once_how_many_lines_it_lost() -> None:
+    """The oldest are lost; what comes afterwards is whole again."""
+    log = EventLog(None, 2**30)
+    watching = log.watch(silence_s=0.001)
+    assert await anext(watching) == b""
+    for number in range(MAX_LINES_BEHIND + 7):
+        log.add(Tick(float(number)), [])
+    lost, first, *others = [orjson.loads(line) for line in (await anext(watching)).splitlines()]
+    assert lost == {"kind": "lost", "num_lines": 7}
+    assert (first["at"], len(others)) == (7.0, MAX_LINES_BEHIND - 1)
+    log.add(Tick(1e6), [])
+    assert [orjson.loads(line)["kind"] for line in (await anext(watching)).splitlines()] == ["event"]
 
 
 async def test_events_in_quick_succession_reach_a_watcher_together() -> None:
