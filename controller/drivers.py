@@ -7,7 +7,7 @@ KV), `stop`, `start` (launch until warm), `sleep`, `wake` and `register` (until 
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, assert_never
 
@@ -17,7 +17,7 @@ from controller.commands import served_name, server_spec
 from controller.fleet_file import FleetFile, engine_kind
 from controller.gateway_client import GatewayClient
 from controller.journal import Journal
-from controller.launcher import Launcher
+from controller.launcher import Launcher, Server
 from controller.records import step_record
 from controller.steps import (
     Drain,
@@ -57,15 +57,27 @@ class StopFailed(Exception):
 
 
 class Drivers:
-    """Carries out steps."""
+    """Carries out steps.
 
-    def __init__(self, fleet: FleetFile, launcher: Launcher, gateway: GatewayClient, journal: Journal) -> None:
+    Args:
+        servers: returns the launcher's servers as they were last observed: a step does not look by itself.
+    """
+
+    def __init__(
+        self,
+        fleet: FleetFile,
+        launcher: Launcher,
+        gateway: GatewayClient,
+        journal: Journal,
+        servers: Callable[[], Sequence[Server]],
+    ) -> None:
         self.ready: set[str] = set()
         self.launched: set[str] = set()
         self._fleet = fleet
         self._launcher = launcher
         self._gateway = gateway
         self._journal = journal
+        self._servers = servers
         self._sleep = SLEEP[engine_kind(fleet.engine.kind)]
         self._began: dict[tuple[str, str], float] = {}
 
@@ -82,7 +94,7 @@ class Drivers:
         """
         more: dict[str, Any] = {}
         if isinstance(step, Register):
-            more = {"url": await self._url(step.server_id)}
+            more = {"url": self._url(step.server_id)}
         if isinstance(step, Sleep):
             more = {"level": self._fleet.sleep.level}
         self._journal.write(**step_record("begun", step, time.time(), **more))
@@ -124,18 +136,18 @@ class Drivers:
                 self._begins("sleep", server_id)
                 self.ready.discard(server_id)
                 await self._at_server(server_id, self._sleep.fall_asleep)
-                self._ended("sleep", server_id, await self._tp(server_id))
+                self._ended("sleep", server_id, self._tp(server_id))
             case Wake():
                 self._begins("wake", server_id)
                 try:
                     await self._at_server(server_id, self._sleep.wake)
                 except SleepFault as fault:
                     raise StartFailed(f"it did not wake: {fault}") from None
-                self._ended("wake", server_id, await self._tp(server_id))
+                self._ended("wake", server_id, self._tp(server_id))
             case MakeReady():
                 await self._make_ready(server_id)
                 self.ready.add(server_id)
-                self._ended("start", server_id, await self._tp(server_id))
+                self._ended("start", server_id, self._tp(server_id))
             case Register():
                 self._begins("register", server_id)
                 await self._register(server_id)
@@ -146,14 +158,14 @@ class Drivers:
                 self._began.pop(("drain", server_id), None)
                 await self._at_gateway(server_id, self._gateway.uncordon)
             case MoveKv():
-                self._ended("drain", server_id, await self._tp(server_id))
+                self._ended("drain", server_id, self._tp(server_id))
                 self._begins("move", server_id)
                 evacuate = partial(self._gateway.evacuate, timeout_s=self._fleet.limits.move_timeout_s)
                 await self._at_gateway(server_id, evacuate)
-                self._ended("move", server_id, await self._tp(server_id))
+                self._ended("move", server_id, self._tp(server_id))
             case Stop():
                 self._begins("stop", server_id)
-                tp = await self._tp(server_id)
+                tp = self._tp(server_id)
                 try:
                     await self._launcher.stop(server_id, self._fleet.limits.stop_grace_s)
                 except OSError as fault:
@@ -167,7 +179,7 @@ class Drivers:
     async def _make_ready(self, server_id: str) -> None:
         try:
             async with asyncio.timeout(self._fleet.limits.start_timeout_s):
-                while (url := await self._url(server_id)) is None:  # noqa: ASYNC110
+                while (url := self._url(server_id)) is None:  # noqa: ASYNC110
                     await asyncio.sleep(_POLL_S)
                 http = HttpClient(url)
                 try:
@@ -199,7 +211,7 @@ class Drivers:
             raise StartFailed(f"the warm-up request was answered with {status}: {said[:300].decode(errors='replace')}")
 
     async def _register(self, server_id: str) -> None:
-        url, tp = await self._url(server_id), await self._tp(server_id)
+        url, tp = self._url(server_id), self._tp(server_id)
         for other, taken in self._journal.state.urls.items():
             if taken == url and other != server_id:  # an earlier server had this address
                 await self._at_gateway(other, self._gateway.remove)
@@ -218,7 +230,7 @@ class Drivers:
 
     async def _at_server(self, server_id: str, act: Callable[[HttpClient, int, float], Awaitable[None]]) -> None:
         """Act on the server itself. Raises SleepFault."""
-        url = await self._url(server_id)
+        url = self._url(server_id)
         if url is None:
             raise SleepFault("it has no address")
         http = HttpClient(url)
@@ -235,17 +247,11 @@ class Drivers:
             if member.url == url:
                 await act(member.engine_id)
 
-    async def _url(self, server_id: str) -> str | None:
-        for server in await self._launcher.find(self._fleet.fleet):
-            if server.spec.server_id == server_id:
-                return server.url
-        return None
+    def _url(self, server_id: str) -> str | None:
+        return next((one.url for one in self._servers() if one.spec.server_id == server_id), None)
 
-    async def _tp(self, server_id: str) -> int:
-        for server in await self._launcher.find(self._fleet.fleet):
-            if server.spec.server_id == server_id:
-                return server.spec.tp
-        return 0
+    def _tp(self, server_id: str) -> int:
+        return next((one.spec.tp for one in self._servers() if one.spec.server_id == server_id), 0)
 
     def _begins(self, phase: str, server_id: str) -> None:
         self._began[phase, server_id] = time.monotonic()

@@ -66,7 +66,7 @@ class Controller:
         self._launcher = launcher
         self._gateway = gateway
         self._demand = demand
-        self._drivers = Drivers(fleet, launcher, gateway, journal)
+        self._drivers = Drivers(fleet, launcher, gateway, journal, lambda: self.servers)
         self._tasks: dict[str, tuple[Step, asyncio.Task[None]]] = {}
         self._failed: dict[str, str] = {}
         self._draining_since: dict[str, float] = {}

@@ -307,6 +307,38 @@ async def test_a_machine_that_cannot_launch_now_is_no_defect(memory_folder: Path
         journal.close()
 
 
+async def test_a_step_does_not_look_at_the_launcher_by_itself(memory_folder: Path) -> None:
+    """A Pod has no address until its image is there, for minutes. Meanwhile its start asked Kubernetes for the whole
+    fleet five times a second, and called one lost answer a defect to report."""
+    async with answering_engines() as port:
+        run = run_in(memory_folder / "pending", port)
+        cluster, points = run.cluster, Fuse()
+        journal = Journal(run.fleet.state_dir / "journal.jsonl")
+        ports = MemoryLauncher(cluster, points), MemoryGateway(cluster, points), MemoryDemand(cluster)
+        made = Controller(run.fleet, *ports, journal)  # type: ignore[arg-type]
+        await made.tick()
+        await made.tick()
+        await until(lambda: [one.state for one in cluster.alive()] == [ServerState.RUNNING] * 2)
+        urls = {server_id: server.url for server_id, server in cluster.servers.items()}
+        for server_id, server in cluster.servers.items():
+            cluster.servers[server_id] = replace(server, url=None)
+        await made.tick()
+        cluster.num_finds_lost = 1
+        await until(lambda: list(journal.state.begun.values()) == ["MakeReady"] * 2)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert cluster.num_finds_lost == 1 and not made.alarms
+        cluster.num_finds_lost = 0
+        for server_id, url in urls.items():
+            cluster.servers[server_id] = replace(cluster.servers[server_id], url=url)
+        running = asyncio.create_task(made.run())
+        await until_reached(made, 1, 1)
+        assert not made.alarms
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        journal.close()
+
+
 @pytest.mark.parametrize("is_member", [True, False])
 async def test_an_engine_that_somebody_else_removed_is_replaced(is_member: bool, memory_folder: Path) -> None:
     """As after `kubectl delete pod`, the launcher no longer lists a server. While the gateway still reaches it, it
