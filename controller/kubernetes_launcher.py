@@ -204,13 +204,15 @@ class KubernetesLauncher:
 
     def _last_lines(self, pod: Json) -> tuple[str, ...]:
         """The end of a Pod's output; nothing if it cannot be had now."""
-        options = {"tail_lines": NUM_LAST_LINES, "limit_bytes": _TAIL_BYTES, "_request_timeout": LOG_TIMEOUT_S}
+        # A limit cuts off the end, so it is one that holds them all: container runtimes split lines at 16 KB.
+        limit = NUM_LAST_LINES * _TAIL_BYTES
+        options = {"tail_lines": NUM_LAST_LINES, "limit_bytes": limit, "_request_timeout": LOG_TIMEOUT_S}
         container = pod["spec"]["containers"][0]["name"]
         try:
             answer = self._core.read_namespaced_pod_log(
                 pod["metadata"]["name"], self._namespace, container=container, _preload_content=False, **options
             )
-            return tuple(answer.data.decode(errors="replace").splitlines())
+            return tuple(answer.data[-_TAIL_BYTES:].decode(errors="replace").splitlines())
         except (HTTPError, ApiException):
             return ()  # Its node does not answer, or the container's log is gone with it.
 

@@ -40,6 +40,9 @@ server.serve_forever()
 # Ends like a server that does not find its model.
 FAIL = "import sys; print('loading'); print('no such model'); sys.exit(3)"
 
+# Its last lines are long, as those of progress bars and of settings are.
+WORDY = "import sys; print(*('x' * 1_000 for _ in range(40)), sep='\\n'); print('no such model'); sys.exit(3)"
+
 # Ignores SIGTERM, and so does its worker.
 STUBBORN = (
     """
@@ -195,6 +198,14 @@ async def a_server_that_fails_reports_why(site: Site) -> None:
     assert ended.last_lines[-1] == "no such model"
 
 
+async def the_end_of_long_output_is_kept(site: Site) -> None:
+    """It says why the server ended."""
+    spec = site.spec(WORDY)
+    await site.launcher.launch(spec)
+    ended = await site.until(spec.server_id, lambda server: server.state is ServerState.EXITED)
+    assert ended.last_lines[-1] == "no such model" and len(ended.last_lines) > 10
+
+
 async def a_server_that_has_ended_holds_no_device(site: Site) -> None:
     """Its device can be taken before anybody stops it."""
     failed = site.spec(FAIL)
@@ -269,6 +280,7 @@ PROMISES: tuple[Promise, ...] = (
     an_unknown_device_is_refused,
     a_held_device_is_refused,
     a_server_that_fails_reports_why,
+    the_end_of_long_output_is_kept,
     a_server_that_has_ended_holds_no_device,
     another_controller_finds_and_stops_it,
     stopping_frees_the_devices,

@@ -201,11 +201,11 @@ class Kubelet:
         class Handler(http.server.BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 url = urlsplit(self.path)
-                num_lines = int(parse_qs(url.query).get("tailLines", ["100000"])[0])
-                log = kubelet.log_of(url.path.split("/")[3], num_lines)
+                asked = parse_qs(url.query)
+                log = kubelet.log_of(url.path.split("/")[3], int(asked.get("tailLines", ["100000"])[0]))
                 self.send_response(404 if log is None else 200)
                 self.end_headers()
-                self.wfile.write((log or "").encode())
+                self.wfile.write((log or "").encode()[: int(asked.get("limitBytes", ["100000000"])[0])])
 
             def log_message(self, *_: object) -> None:
                 pass

@@ -114,7 +114,10 @@ class ApiDouble:
         if refused := self._refusal(request, "get", "pods/log", name):
             return refused
         log = await asyncio.to_thread(self._log_of, name, int(request.query_params.get("tailLines", "100000")))
-        return _status(400, "BadRequest", "container is waiting to start") if log is None else PlainTextResponse(log)
+        if log is None:
+            return _status(400, "BadRequest", "container is waiting to start")
+        # As the kubelet does it: the first bytes of these lines, not the last ones.
+        return PlainTextResponse(log.encode()[: int(request.query_params.get("limitBytes", "100000000"))])
 
     async def _bind(self, request: Request) -> Response:
         if refused := self._refusal(request, "create", "pods/binding"):
