@@ -6,11 +6,10 @@ from statistics import median
 from typing import Any
 
 from controller.journal import State
-from controller.launcher import Server
 from controller.loop import Controller
 from controller.planning import Proposal
 from controller.restarts import held_back
-from controller.steps import Launch, MakeReady, ObservedServer, SleepState, Step, Wake, is_reached
+from controller.steps import DesiredServer, Launch, MakeReady, ObservedServer, SleepState, Step, Wake, is_reached
 
 Json = dict[str, Any]
 
@@ -26,7 +25,7 @@ def status(controller: Controller, now: float) -> Json:
         "why": state.why,
         "command_to_start": controller.desired.command_to_start(),
         "alarms": alarms(controller, now),
-        "servers": _servers(state, seen, controller.servers, held_back(state, now, controller.fleet.retry_rule)),
+        "servers": _servers(controller, held_back(state, now, controller.fleet.retry_rule)),
         "resting_devices": sorted(state.resting),
         "phase_seconds": [
             {"phase": phase, "tp": tp, "median": median(times), "last": list(times)}
@@ -107,10 +106,9 @@ def _line(step: Step, tp: int, state: State, is_woken: bool) -> str:
     return f"{name} {step.server_id}{size}: {why}{cost}"
 
 
-def _servers(
-    state: State, seen: Sequence[ObservedServer], servers: Sequence[Server], backing_off: Set[str]
-) -> list[Json]:
-    by_id = {server.spec.server_id: server for server in servers}
+def _servers(controller: Controller, backing_off: Set[str]) -> list[Json]:
+    state, seen = controller.journal.state, controller.seen
+    by_id = {server.spec.server_id: server for server in controller.servers}
     wanted = {one.server_id: one for one in state.wanted}
     shown = [one for one in seen if one.is_alive or one.is_member or one.server_id in wanted]
     listed = [
@@ -127,6 +125,7 @@ def _servers(
         for one in shown
     ]
     absent = wanted.keys() - {one.server_id for one in seen}
+    free = set(controller.devices).difference(*(one.held for one in seen)) if controller.has_observed else None
     for server_id in sorted(absent):
         one_wanted = wanted[server_id]
         listed.append(
@@ -134,7 +133,7 @@ def _servers(
                 "id": server_id,
                 "tp": one_wanted.tp,
                 "devices": list(one_wanted.devices),
-                "state": "backing off" if server_id in backing_off else "waiting for its devices",
+                "state": "backing off" if server_id in backing_off else _absent_state(one_wanted, free),
                 "is_wanted": True,
                 "num_turns": 0,
                 "url": None,
@@ -142,6 +141,13 @@ def _servers(
             }
         )
     return listed
+
+
+def _absent_state(one: DesiredServer, free: Set[str] | None) -> str:
+    """What a server waits for; `free` is None before the fleet was observed."""
+    if free is None:
+        return "not seen yet"
+    return "waiting to start" if free >= set(one.devices) else "waiting for its devices"
 
 
 def _state(one: ObservedServer, is_wanted: bool) -> str:

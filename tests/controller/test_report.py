@@ -61,6 +61,35 @@ async def test_a_server_that_the_gateway_does_not_use_is_an_alarm(
     journal.close()
 
 
+async def test_a_wanted_server_that_is_not_there_is_shown_with_what_it_waits_for(tmp_path: Path) -> None:
+    """Each one seemed to wait for its devices: while a restarted controller has not seen the fleet yet (its gateway is
+    away), as if the engines were gone, and while others start on devices of their own (`limits.max_starting`)."""
+    cluster, journal = Cluster(devices=("cpu0", "cpu1", "cpu2"), port=8000), Journal(tmp_path / "journal.jsonl")
+    spec = ServerSpec("server-1", "test", 1, ("cpu0",), ("engine",))
+    cluster.servers["server-1"] = Server(spec, ServerState.RUNNING, URL)
+    devices = {"server-1": "cpu0", "server-2": "cpu1", "server-3": "cpu0", "server-4": "cpu9"}
+    wanted = [{"server_id": server_id, "tp": 1, "devices": [device]} for server_id, device in devices.items()]
+    journal.write(kind="wanted", at=0.0, wanted=wanted, serial=4, why="first")
+    launcher, gateway = MemoryLauncher(cluster, Fuse()), MemoryGateway(cluster, Fuse())
+    made = Controller(fleet_file(tmp_path, URL), launcher, gateway, MemoryDemand(cluster), journal)  # type: ignore[arg-type]
+
+    def states() -> dict[str, str]:
+        return {one["id"]: one["state"] for one in status(made, 0.0)["servers"]}
+
+    cluster.num_looks_lost = 1
+    assert not await made.observe()
+    assert states() == dict.fromkeys(devices, "not seen yet")
+    assert await made.observe()
+    assert states() == {
+        "server-1": "starting",
+        "server-2": "waiting to start",
+        "server-3": "waiting for its devices",
+        "server-4": "waiting for its devices",
+    }
+    await made.close()
+    journal.close()
+
+
 async def test_a_size_that_was_given_up_keeps_its_own_cause(tmp_path: Path) -> None:
     """The alarm said the cause of whichever server had failed last, such as one of another size weeks later."""
     cluster, journal = Cluster(devices=("cpu0",), port=8000), Journal(tmp_path / "journal.jsonl")
