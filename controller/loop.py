@@ -61,7 +61,9 @@ class Controller:
         self.servers: list[Server] = []
         self.members: list[Member] = []
         self.devices: tuple[str, ...] = ()
-        self.proposal: Proposal | str = "no plan was made yet"
+        self.proposal: Proposal | str = (
+            "no plan was made yet" if fleet.engine.profiles else "none, because engine.profiles is empty"
+        )
         self.desired = DesiredFleet(fleet, lambda: self.devices, lambda: journal.state)
         self._launcher = launcher
         self._gateway = gateway

@@ -90,6 +90,19 @@ async def test_a_wanted_server_that_is_not_there_is_shown_with_what_it_waits_for
     journal.close()
 
 
+async def test_a_fleet_without_profiles_says_why_it_has_no_plan(tmp_path: Path) -> None:
+    """It said for ever that none was made yet, as in the example fleet of Kubernetes."""
+    cluster, journal = Cluster(devices=("cpu0",), port=8000), Journal(tmp_path / "journal.jsonl")
+    launcher, gateway = MemoryLauncher(cluster, Fuse()), MemoryGateway(cluster, Fuse())
+    fleet = fleet_file(tmp_path, URL, engine={"kind": "sim"})
+    made = Controller(fleet, launcher, gateway, MemoryDemand(cluster), journal)  # type: ignore[arg-type]
+    for _ in range(3):
+        await made.tick()
+    assert status(made, 0.0)["proposal"]["why"] == "none, because engine.profiles is empty"
+    await made.close()
+    journal.close()
+
+
 async def test_a_size_that_was_given_up_keeps_its_own_cause(tmp_path: Path) -> None:
     """The alarm said the cause of whichever server had failed last, such as one of another size weeks later."""
     cluster, journal = Cluster(devices=("cpu0",), port=8000), Journal(tmp_path / "journal.jsonl")
