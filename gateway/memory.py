@@ -133,18 +133,19 @@ async def restored(settings: Settings, store: Store, clock: Clock, predictor: Pr
     repeats = Repeats(
         settings.max_kept_answer_bytes, settings.max_stored_answer_bytes, settings.max_running_answer_bytes
     )
-    for item in stored:
-        if item.answer:
-            repeats.restore(item.trajectory_id, item.answer)
+    conversations = Conversations(settings.max_conversations)
+    answers = {item.trajectory_id: item.answer for item in stored}
+    for entry in sorted(ledger, key=lambda entry: entry.record.last_at):  # both forget what was restored first
+        trajectory_id = entry.record.trajectory_id
+        conversations.restore(trajectory_id, entry.conversation)
+        if answer := answers[trajectory_id]:
+            repeats.restore(trajectory_id, answer)
     processes, weights = KnownProcesses(store), WeightRecord(store)
     await _waited_for(processes.restore, timeout_s)
     await _waited_for(weights.restore, timeout_s)
     if learned := await _waited_for(lambda: store.get_state(_PREDICTOR_STATE), timeout_s):
         with contextlib.suppress(ValueError):  # another kind of predictor wrote it: this one starts empty
             predictor.restore(learned, {record.trajectory_id for record in records if record.state is ACTIVE})
-    conversations = Conversations(settings.max_conversations)
-    for entry in ledger:
-        conversations.restore(entry.record.trajectory_id, entry.conversation)
     return Memory(store, ledger, predictor, conversations, repeats, book, processes, weights, records)
 
 
