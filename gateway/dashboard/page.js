@@ -315,5 +315,6 @@ $("find").addEventListener("submit", (event) => {
   showOne($("find").querySelector("input").value.trim());
 });
 document.addEventListener("visibilitychange", () => document.hidden || refresh());
+window.addEventListener("hashchange", showLinked);
 showLinked();
 keepFresh();

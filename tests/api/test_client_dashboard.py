@@ -89,3 +89,12 @@ async def test_a_person_reads_turns_beside_each_other_and_one_that_was_refused(s
     assert len(seen["spans"]) == 6
     for x, width in seen["spans"]:
         assert x >= 20 and x + width <= 95.2, seen["spans"]
+
+
+async def test_another_link_opened_in_the_dashboards_tab_shows_its_trajectory(site: Site, node_clients: Path) -> None:
+    """Then only the end of the address changes, and the browser loads no page anew."""
+    for name in ("one", "two", "two"):
+        assert (await site.chat(f"/t/{name}/v1/chat/completions")).status_code == 200
+    seen = await read_by("dashboard_trajectory.mjs", node_clients, site.url, "one", "two", "2")
+    assert seen["faults"] == []
+    assert [turn[:2] for turn in seen["turns"]] == [["1", "finished"], ["2", "finished"]]
