@@ -179,12 +179,13 @@ class Scheduler:
         self._idle.remove(trajectory)
         if trajectory.num_turns and not trajectory.turns and trajectory.state is ACTIVE:
             self._tool_calls.note(self._at - trajectory.last_at)
-        if trajectory.state is FINISHED:
+        joins_rollout = trajectory.rollout_id is None and event.rollout_id is not None
+        trajectory.group_id = trajectory.group_id or event.group_id
+        trajectory.rollout_id = trajectory.rollout_id or event.rollout_id
+        if trajectory.state is FINISHED or joins_rollout:
             trajectory.state = ACTIVE
             actions.append(Save(trajectory.record()))
         trajectory.prediction = event.prediction
-        trajectory.group_id = trajectory.group_id or event.group_id
-        trajectory.rollout_id = trajectory.rollout_id or event.rollout_id
         trajectory.last_at = self._at
         trajectory.key = turn.key
         self._num_turns += 1

@@ -222,6 +222,24 @@ async def test_deleting_a_trajectory_refuses_its_waiting_turn() -> None:
         assert len(site.engine.turns) == 1
 
 
+async def test_deleting_a_rollout_refuses_a_waiting_turn_that_named_it() -> None:
+    """Also if its trajectory was declared without a rollout: it is of that rollout once its turn has arrived. It was
+    only once that was dispatched, so the turn went on to an engine."""
+    async with running_site(toy(slots=1)) as site:
+        running = asyncio.create_task(site.chat("/t/first/v1/chat/completions", **LONG))
+        await eventually(lambda: engine_runs(site, 1))
+        await site.client.post("/v1/trajectories", json={"id": "second"})
+        named = {"x-rollout-id": "r"}
+        waiting = asyncio.create_task(site.chat("/t/second/v1/chat/completions", headers=named, **LONG))
+        await eventually(lambda: has_live_turns(site, "second", 1))
+        deleted = await site.client.delete("/v1/rollouts/r")
+        await site.client.delete("/v1/trajectories/first")
+        assert (deleted.status_code, deleted.json()) == (200, {"id": "r", "num_aborted": 1})
+        assert (await asyncio.wait_for(waiting, 60)).status_code == 409
+        await running
+        assert len(site.engine.turns) == 1
+
+
 async def test_a_rollout_sums_up_its_trajectories(site: Site) -> None:
     """States, turns and tokens; an unknown one is 404."""
     for name in ("a", "b"):
