@@ -34,6 +34,8 @@ DIGEST_LENGTH = 32  # hexadecimal digits kept: 128 bits, ample for a table of so
 _PREAMBLES = ("tools", "functions", "system", "instructions")
 # The fields of completions, and of vLLM's and SGLang's token routes.
 _PROMPTS = ("prompt", "token_ids", "input_ids", "text")
+# What stands beside such a prompt and is part of it (SGLang's image_data; vLLM's content_parts).
+_BESIDE_PROMPTS = ("image_data", "video_data", "audio_data", "input_embeds", "prompt_embeds", "content_parts")
 _SYSTEM_ROLES = ("system", "developer")
 _SYSTEM_SPELLED = tuple(f"{len(role)}:{role}" for role in _SYSTEM_ROLES)  # as the pieces of such a message begin
 
@@ -161,6 +163,8 @@ def beginnings_of(body: Mapping[str, Any]) -> list[tuple[str, int]]:
         said = spelled(prompt) or as_json(prompt).encode()
         hasher.update(said)
         length = len(said)
+    if beside := _beside_prompt(body):
+        hasher.update(as_json(beside).encode())
     for answered, pieces, _ in normalised(body):
         if not pieces:
             continue
@@ -230,6 +234,13 @@ class Hasher(Protocol):
     def digest(self) -> bytes: ...
 
     def hexdigest(self) -> str: ...
+
+
+def _beside_prompt(body: Mapping[str, Any]) -> list[Any]:
+    """The images of a prompt, and the like; of vLLM's features their hashes, because the engine may have the rest."""
+    features = body.get("features")
+    hashes = features.get("mm_hashes") if isinstance(features, dict) else None
+    return [beside for beside in (hashes, *map(body.get, _BESIDE_PROMPTS)) if beside]
 
 
 def _with_thoughts(hasher: Hasher, thoughts: str) -> str:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -112,3 +113,23 @@ def test_the_least_recently_seen_prompt_is_forgotten() -> None:
 def task(text: str) -> dict[str, Any]:
     """A first request with an answer in it."""
     return {"messages": [ASKED, GREETED, {"role": "user", "content": text}]}
+
+
+@pytest.mark.parametrize("name", ["image_data", "video_data", "audio_data", "content_parts", "prompt_embeds"])
+def test_images_beside_a_prompt_are_part_of_it(name: str) -> None:
+    """On the token routes they stand in a field of their own: tasks with the same words ("How many are there?") and
+    other images are no siblings."""
+    groups = PromptGroups()
+    one, other = ({"input_ids": [1, 2], name: [image]} for image in ("a", "b"))
+    assert groups.of(one) == groups.of(dict(one)) != groups.of(other)
+    assert groups.of({"input_ids": [1, 2], name: None}) == groups.of({"input_ids": [1, 2]})
+
+
+def test_vllms_features_are_told_apart_by_their_hashes() -> None:
+    """The data itself is left out once the engine has it, so that siblings may differ in it."""
+    groups = PromptGroups()
+
+    def asked(image: str, data: object) -> dict[str, Any]:
+        return {"token_ids": [1, 2], "features": {"mm_hashes": {"image": [image]}, "kwargs_data": data}}
+
+    assert groups.of(asked("a", {"image": ["AAAA"]})) == groups.of(asked("a", None)) != groups.of(asked("b", None))
