@@ -73,12 +73,15 @@ class _Log:
                 self._happened(line)
 
     def _began(self, records: Sequence[dict[str, Any]]) -> None:
-        """A process begins, which knows these trajectories. Turns that a killed one logged, and whose record it lost,
-        are asked for again.
+        """A process begins, which knows these trajectories and no others. Turns that a killed one logged, and whose
+        record it lost, are asked for again.
         """
-        for record in records:
-            if known := self._progress.get(str(record["trajectory_id"])):
-                del known[_count(record, "num_turns") + 1 :]
+        num_kept = {str(record["trajectory_id"]): _count(record, "num_turns") for record in records}
+        for name in [name for name in self._progress if name not in num_kept]:
+            self._forget(name)
+        for name, num_turns in num_kept.items():
+            if known := self._progress.get(name):
+                del known[num_turns + 1 :]
 
     def _happened(self, line: dict[str, Any]) -> None:
         match line["type"]:
@@ -89,9 +92,7 @@ class _Log:
             case "Save":
                 self._saved(line["record"])
             case "Forget":
-                self._progress.pop(line["trajectory_id"], None)
-                self._over.discard(line["trajectory_id"])
-                self._predictor.dropped(line["trajectory_id"])
+                self._forget(line["trajectory_id"])
 
     def _arrived(self, line: dict[str, Any]) -> None:
         name, prompt = str(line["trajectory_id"]), _count(line, "prompt_tokens")
@@ -133,6 +134,12 @@ class _Log:
         self._predictor.dropped(name)
         if state == "finished":
             self.num_partial += 1
+
+    def _forget(self, name: str) -> None:
+        """Its id may be another's from here on."""
+        self._progress.pop(name, None)
+        self._over.discard(name)
+        self._predictor.dropped(name)
 
 
 def _count(line: dict[str, Any], name: str) -> int:

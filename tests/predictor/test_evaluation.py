@@ -384,6 +384,24 @@ def test_turns_that_a_killed_gateway_logged_and_did_not_keep_are_not_learned(tmp
     assert (progress.num_turns, progress.output_tokens, progress.context_tokens) == (1, 900, 1000)
 
 
+def test_an_id_that_the_next_process_does_not_know_is_another_trajectory(tmp_path: Path) -> None:
+    """As of the same task in the next epoch, after a gateway whose store did not survive it. The second trajectory was
+    not learned from."""
+    read, served = TabularPredictor(), TabularPredictor()
+    begins = json.dumps({"at": 3.0, "kind": "start", "records": []}).encode()
+    lines = [*logged("t", 900, "finished"), *logged("u", 70, "active"), begins, *logged("t", 40, "finished")]
+    (tmp_path / "events").write_bytes(b"\n".join(lines))
+    begun = Progress("t", "g", "", 100, 100)
+    served.predict(begun)
+    served.ended(replace(begun, context_tokens=1_000, output_tokens=900, last_output_tokens=900, num_turns=1))
+    served.predict(Progress("u", "g", "", 100, 100))
+    served.dropped("u")
+    served.predict(begun)
+    served.ended(replace(begun, context_tokens=140, output_tokens=40, last_output_tokens=40, num_turns=1))
+    assert learn_events(read, tmp_path / "events") == (2, 0)
+    assert read.dump() == served.dump()
+
+
 @pytest.mark.parametrize(("number", "is_shown"), [(99, False), (100, True)])
 def test_the_longest_hundredth_needs_a_hundred_trajectories(number: int, is_shown: bool) -> None:
     """Of fewer, it would be a single one, found or not; its columns stay empty, and the summary leaves them out."""

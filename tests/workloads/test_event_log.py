@@ -114,7 +114,10 @@ def test_turns_that_a_killed_gateway_logged_and_did_not_keep_are_left_out(
         for number, line in enumerate(events)
         if (json.loads(line).get("record") or {}).get("num_turns") == 2
     )
-    start = {**json.loads(events[0]), "records": [{**saved, "num_turns": 1}]}
+    records = (json.loads(line).get("record") for line in events[: number + 1])
+    known = {record["trajectory_id"]: record for record in records if record}
+    known[saved["trajectory_id"]] = {**saved, "num_turns": 1}
+    start = {**json.loads(events[0]), "records": list(known.values())}
     begins = json.dumps(start).encode() + b"\n"
     turn = next(n for n in range(number, 0, -1) if json.loads(events[n]).get("type") == "TurnFinished")
     arrived = next(line for line in events if json.loads(line).get("turn_id") == json.loads(events[turn])["turn_id"])
@@ -126,18 +129,21 @@ def test_turns_that_a_killed_gateway_logged_and_did_not_keep_are_left_out(
     assert len(lengths(import_trace(log))[f"{saved['trajectory_id']}-0"][2]) == 1  # type: ignore[index]
 
 
+@pytest.mark.parametrize("by", ["its time", "a new process"])
 def test_an_id_that_is_used_again_once_it_is_forgotten_is_another_trajectory(
-    log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    by: str, log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As of the same tasks in the next epoch. All of them seemed to have begun in an older file."""
+    """As of the same tasks in the next epoch, which may have a gateway with another store, or with none that survives.
+    All of them seemed to have begun in an older file."""
     first, lines = import_trace(log), log.read_bytes().splitlines(keepends=True)
     names = dict.fromkeys(one.trajectory_id.rpartition("-")[0] for one in first.trajectories)
     forgets = [
         json.dumps({"at": 1e6, "kind": "action", "type": "Forget", "trajectory_id": name}).encode() + b"\n"
         for name in names
     ]
+    begins = json.dumps({**json.loads(lines[0]), "at": 1e6, "records": []}).encode() + b"\n"
     again = [line.replace(b'"group_id":"', b'"group_id":"again-') for line in lines[1:]]
-    log.write_bytes(b"".join([*lines, *forgets, *again]))
+    log.write_bytes(b"".join([*lines, *(forgets if by == "its time" else [begins]), *again]))
     assert main(["import", str(log), "--out", str(tmp_path / "out.jsonl")]) == 0
     assert "Left out" not in capsys.readouterr().out
     second = {name[:-1] + "1": (f"again-{group_id}", *others) for name, (group_id, *others) in lengths(first).items()}

@@ -7,7 +7,8 @@
 A trajectory is a session. One that began in an older file is left out: its record counts more turns than the log has.
 One that still runs at the log's end is cut there, and a last line that is cut off is left out. Turns that a killed
 gateway logged, and whose record it lost, are left out: its clients asked for them again. The next process tells in its
-first line which turns it knows. Once the gateway has forgotten a trajectory, its id may be another's.
+first line which turns it knows. Once the gateway has forgotten a trajectory, or a process begins that does not know it
+(its store is another, or did not survive), its id may be another's.
 
     {"at": 12.0, "kind": "start", "records": [{"trajectory_id": "t", "num_turns": 1, ...}], ...}
 """
@@ -73,11 +74,11 @@ def read_event_log(path: Path) -> Workload:
                 if (session := sessions.pop(record.text("trajectory_id"), None)) is not None:
                     forgotten.append(session)
             case None if record.fields.get("kind") == "start":
-                for kept in record.records("records"):
-                    trajectory_id, num_kept = kept.text("trajectory_id"), kept.count("num_turns")
-                    if (known := sessions.get(trajectory_id)) is not None:
-                        known.num_turns = num_kept
-                        del known.calls[num_kept:]
+                num_kept = {kept.text("trajectory_id"): kept.count("num_turns") for kept in record.records("records")}
+                forgotten += [sessions.pop(name) for name in list(sessions) if name not in num_kept]
+                for name, known in sessions.items():
+                    known.num_turns = num_kept[name]
+                    del known.calls[known.num_turns :]
     begun = [session for session in (*forgotten, *sessions.values()) if session.calls or session.num_turns]
     whole = [session for session in begun if len(session.calls) == session.num_turns]
     num_older = len(begun) - len(whole)
