@@ -4,16 +4,19 @@ A line is `{"at", "kind": "event" | "action", "type", ...fields}`. Before a proc
 `start` in the file records how its scheduler was created, so that `heddle simulate replay` can recreate it. Watchers
 that fall behind lose the oldest lines and are told how many. If the file cannot be written any more, for example
 because the disk is full, it is given up with one line in the process's log: turns do not depend on it. Half a line,
-which a killed process may leave at the end, is dropped by the next process.
+which a killed process may leave at the end, is dropped by the next process. One process writes a file: two would mix
+their lines, and move each other's away.
 """
 
 import asyncio
 import contextlib
 import errno
+import fcntl
 import mmap
 import os
 from collections import deque
 from collections.abc import AsyncIterator
+from io import FileIO
 
 import orjson
 
@@ -46,12 +49,15 @@ class EventLog:
 
     Attributes:
         is_on: whether there is a file or a watcher.
+
+    Raises:
+        OSError: the file cannot be written, or another process writes it.
     """
 
     def __init__(self, path: str | None, max_bytes: int) -> None:
         self._path = path
         self._max_bytes = max_bytes
-        self._file = open(path, "ab", buffering=0) if path else None  # noqa: SIM115 - it lives as long as this
+        self._file = _opened(path) if path else None
         self._size = _without_half_a_line(path, self._file.tell()) if path and self._file else 0
         self._watchers: set[_Watcher] = set()
         self._has_ended = False
@@ -123,7 +129,7 @@ class EventLog:
                 self._file.close()
                 with contextlib.suppress(FileNotFoundError):  # somebody moved it away: logrotate, a person
                     os.replace(self._path, f"{self._path}.1")
-                self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 - it lives as long as this
+                self._file = _opened(self._path)
                 self._size, data = 0, _CONTINUED + data
             if self._file.write(data) != len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -142,6 +148,20 @@ class EventLog:
         self._file.close()
         self._file = None
         self.is_on = bool(self._watchers)
+
+
+def _opened(path: str) -> FileIO:
+    """The file, locked until it is closed. The lock is the kernel's, so it ends with the process. Raises OSError."""
+    file = open(path, "ab", buffering=0)  # noqa: SIM115 - it lives as long as the log
+    if os.path.isfile(path):  # not a device, such as /dev/null, which is everybody's
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            raise OSError(errno.EBUSY, "another gateway writes it: stop that one, or choose another file") from None
+        except OSError:
+            pass  # a file system without locks
+    return file
 
 
 def _without_half_a_line(path: str, size: int) -> int:

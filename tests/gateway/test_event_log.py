@@ -1,6 +1,7 @@
 """The event log: it replays; and when it cannot be written, turns do not depend on it."""
 
 import asyncio
+import os
 import resource
 import signal
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ import httpx
 import orjson
 import pytest
 
+from gateway.config import ConfigError
 from gateway.state.eventlog import MAX_LINES_BEHIND, EventLog
 from gateway.turnlog import LOGGER
 from scheduling.types import Tick
@@ -51,6 +53,33 @@ def test_a_log_that_cannot_be_written_is_given_up(tmp_path: Path) -> None:
     assert not log.is_on
     lines = path.read_bytes().splitlines(keepends=True)
     assert 1 < len(lines) < 100 and all(orjson.loads(line)["kind"] == "event" and line[-1:] == b"\n" for line in lines)
+
+
+def test_a_file_that_another_gateway_writes_is_refused(tmp_path: Path) -> None:
+    """Their lines were mixed, and each moved away the file that the other one wrote. A file that was begun when the
+    first was full is refused, too; one whose gateway has ended is not."""
+    path = tmp_path / "events.jsonl"
+    log = EventLog(str(path), 100)
+    for at in (1.0, 2.0, 3.0):
+        log.add(Tick(at), [])
+        before = path.read_bytes()
+        with pytest.raises(OSError, match="another gateway writes it"):
+            EventLog(str(path), 100)
+        assert path.read_bytes() == before
+    log.close()
+    EventLog(str(path), 100).close()
+
+
+async def test_a_second_gateway_on_the_same_event_log_is_refused_with_one_line(tmp_path: Path) -> None:
+    """Before it has taken a store."""
+    path = tmp_path / "events.jsonl"
+    async with running_gateway(event_log=str(path)):
+        with pytest.raises(ConfigError) as refused:
+            async with running_gateway(event_log=str(path), store=f"sqlite:{tmp_path}/store.sqlite3"):
+                pass
+    why = "another gateway writes it: stop that one, or choose another file"
+    assert str(refused.value) == f"cannot write the event log {path}: {why}"
+    assert os.listdir(tmp_path) == [path.name]
 
 
 def test_half_a_line_of_a_killed_process_is_dropped(tmp_path: Path) -> None:
