@@ -16,7 +16,7 @@ from rich.console import Console
 
 from heddle.arguments import Help, count, out_file, positive, seed, share, whole, why
 from loadtest.agent import Identity
-from loadtest.clients import INITIAL_BACKOFF_S, MAX_BACKOFF_S, RequestFailed
+from loadtest.clients import RequestFailed, patience_s
 from loadtest.display import RolloutProgress, print_results
 from loadtest.replayer import ReplaySettings, replay
 from workloads.laws import draw, law_named
@@ -154,10 +154,9 @@ async def _unreachable(base_url: str) -> str | None:
 def _patience(settings: ReplaySettings, reason: str) -> str:
     """What to tell the user while nothing seems to happen: clients retry silently through a restart."""
     num = settings.max_retries
-    most_s = sum(min(MAX_BACKOFF_S, INITIAL_BACKOFF_S * 2.0**retry) for retry in range(num))
     return (
         f"heddle replay: cannot connect to {settings.base_url}: {reason}; "
-        f"retrying up to {num} times, for at most {math.ceil(most_s):,} s"
+        f"retrying up to {num} times, for at most {math.ceil(patience_s(num)):,} s"
     )
 
 
@@ -169,7 +168,12 @@ def _advice(base_url: str, *errors: str) -> str:
 
 
 def _base_url(text: str) -> str:
-    if not text.startswith(("http://", "https://")):
+    try:
+        parts = urlsplit(text)
+        host, port = (parts.hostname or "").encode("idna"), parts.port
+    except ValueError:
+        host, port = b"", None
+    if not text.startswith(("http://", "https://")) or not host or port == 0:
         raise argparse.ArgumentTypeError(f"must be a URL such as http://127.0.0.1:8080/v1, not {text!r}")
     return text
 

@@ -23,7 +23,8 @@ from loadtest.agent import Address, Answer
 from loadtest.answers import NONSENSE, Assembly, StreamBroken
 
 INITIAL_BACKOFF_S = 0.5
-MAX_BACKOFF_S = 8.0
+_NUM_DOUBLINGS = 4
+MAX_BACKOFF_S = INITIAL_BACKOFF_S * 2.0**_NUM_DOUBLINGS
 # The answer of servers that know no trajectories.
 NOT_KNOWN_THERE = (404, 405)
 
@@ -159,7 +160,13 @@ def root_of(base_url: str) -> str:
 
 def backoff_s(num_retries: int) -> float:
     """How long to wait before a retry, as the SDK waits."""
-    return min(MAX_BACKOFF_S, INITIAL_BACKOFF_S * 2.0**num_retries) * (1 - 0.25 * random.random())
+    return INITIAL_BACKOFF_S * 2.0 ** min(num_retries, _NUM_DOUBLINGS) * (1 - 0.25 * random.random())
+
+
+def patience_s(num_retries: int) -> float:
+    """How long a client waits between this many retries at most."""
+    num_shorter = min(num_retries, _NUM_DOUBLINGS)
+    return INITIAL_BACKOFF_S * (2.0**num_shorter - 1) + MAX_BACKOFF_S * (num_retries - num_shorter)
 
 
 def queued_s_of(headers: Mapping[str, str]) -> float | None:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import shlex
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from engines.simulated.server import serve_engine
 from engines.simulated.settings import SimulatedEngineSettings
 from heddle.replay import add_arguments, run
+from loadtest.clients import INITIAL_BACKOFF_S, MAX_BACKOFF_S, backoff_s, patience_s
 from tests.support.gateway import running_gateway
 from tests.support.toy_chat import Faults, ToyChat, serve
 
@@ -69,6 +71,15 @@ async def test_a_dead_address_is_reported_before_retries(capsys: pytest.CaptureF
     problem = "heddle replay: cannot connect to http://127.0.0.1:9/v1: "
     assert problem in error and "retrying up to 1 times, for at most 1 s" in error
     assert error.index(problem) < error.index("no answer")
+
+
+@pytest.mark.parametrize(("num_retries", "most_s"), [(0, 0), (3, 4), (4, 8), (8, 40), (10**9, 7_999_999_976)])
+def test_the_patience_that_is_told_is_that_of_the_client(num_retries: int, most_s: int) -> None:
+    """However many retries: to wait forever, some give a million. From a thousand on it was a traceback."""
+    assert math.ceil(patience_s(num_retries)) == most_s
+    slowest_s = [min(MAX_BACKOFF_S, INITIAL_BACKOFF_S * 2.0**retry) for retry in range(min(num_retries, 100))]
+    assert all(0.75 * slowest <= backoff_s(retry) <= slowest for retry, slowest in enumerate(slowest_s))
+    assert 0.75 * MAX_BACKOFF_S <= backoff_s(10**9) <= MAX_BACKOFF_S
 
 
 @pytest.mark.parametrize(
