@@ -129,6 +129,22 @@ def test_turns_that_a_killed_gateway_logged_and_did_not_keep_are_left_out(
     assert len(lengths(import_trace(log))[f"{saved['trajectory_id']}-0"][2]) == 1  # type: ignore[index]
 
 
+def test_a_clock_that_was_set_back_before_a_restart_changes_no_trajectory(log: Path) -> None:
+    """As by the first synchronisation after a boot. Turns of the next process came before those of the last one, and
+    each trajectory that went on was divided."""
+    whole, lines = import_trace(log), [json.loads(line) for line in log.read_bytes().splitlines()]
+    half, known = len(lines) // 2, {}
+    while lines[half]["kind"] != "event":
+        half += 1
+    for line in lines[:half]:
+        line["at"] += 3_600.0
+        if record := line.get("record"):
+            known[record["trajectory_id"]] = record
+    start = {**lines[0], "at": lines[half]["at"], "records": list(known.values())}
+    log.write_text("".join(f"{json.dumps(line)}\n" for line in [*lines[:half], start, *lines[half:]]))
+    assert lengths(import_trace(log)) == lengths(whole)
+
+
 @pytest.mark.parametrize("by", ["its time", "a new process"])
 def test_an_id_that_is_used_again_once_it_is_forgotten_is_another_trajectory(
     by: str, log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

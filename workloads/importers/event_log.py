@@ -38,6 +38,26 @@ class _Session:
     calls: list[Call] = field(default_factory=list)
 
 
+@dataclass(slots=True)
+class _Clock:
+    """When a log's lines were written. If the machine's clock was set back before a process began, time goes on from
+    where the last process left it."""
+
+    latest_s: float = 0.0
+    set_back_s: float = 0.0
+
+    def note(self, line: Record) -> None:
+        """Take the next line."""
+        if line.has("at"):
+            if line.fields.get("kind") == "start":
+                self.set_back_s += max(0.0, self.latest_s - self.at_s(line))
+            self.latest_s = max(self.latest_s, self.at_s(line))
+
+    def at_s(self, line: Record) -> float:
+        """When this line, the last that was noted, was written."""
+        return line.number("at") + self.set_back_s
+
+
 def is_event(fields: dict[str, Any]) -> bool:
     """Whether an object is a line of an event log."""
     kind = fields.get("kind")
@@ -55,18 +75,20 @@ def read_event_log(path: Path) -> Workload:
     sessions: dict[str, _Session] = {}
     forgotten: list[_Session] = []
     cut: list[int] = []
+    clock = _Clock()
     for number, _, fields in json_lines(path, on_cut=cut.append):
         record = Record(fields, f"{path}, line {number}")
+        clock.note(record)
         match record.fields.get("type"):
             case "TurnArrived":
                 trajectory_id = record.text("trajectory_id")
-                arrivals[record.text("turn_id")] = trajectory_id, record.number("at")
+                arrivals[record.text("turn_id")] = trajectory_id, clock.at_s(record)
                 if record.fields.get("group_id"):
                     _session(sessions, trajectory_id).group_id = record.text("group_id")
             case "TurnFinished":
                 arrival = arrivals.pop(record.text("turn_id"), None)
                 if arrival is not None:
-                    _session(sessions, arrival[0]).calls.append(_call(record, arrival[1]))
+                    _session(sessions, arrival[0]).calls.append(_call(record, arrival[1], clock.at_s(record)))
             case "Save":
                 saved = Record(record.fields.get("record"), f"{record.where}, record")
                 _session(sessions, saved.text("trajectory_id")).num_turns = saved.count("num_turns")
@@ -100,11 +122,11 @@ def _session(sessions: dict[str, _Session], trajectory_id: str) -> _Session:
     return sessions[trajectory_id]
 
 
-def _call(finished: Record, started_at_s: float) -> Call:
+def _call(finished: Record, started_at_s: float, ended_at_s: float) -> Call:
     return Call(
         prompt_tokens=finished.count("prompt_tokens"),
         output_tokens=finished.count("output_tokens"),
         started_at_s=started_at_s,
-        ended_at_s=finished.number("at"),
+        ended_at_s=ended_at_s,
         early_s=_NOTED_LATE_S,
     )
