@@ -176,8 +176,11 @@ class Watch:
         return has_answered
 
     def _named(self, server: Server, models: tuple[Model, ...]) -> tuple[Model, ...]:
-        """The models under the names by which clients know them."""
-        if not any(self._weights.is_path(model.model_id) for model in models):
+        """The models under the names by which clients know them. SGLang's own may be a weights path; vLLM's may be one,
+        too, but does not change.
+        """
+        assert server.dialect is not None
+        if server.dialect.kind == "vllm" or not any(self._weights.is_path(model.model_id) for model in models):
             return models
         known = self._known.at(server.settings.url).get("models", [])
         return server.models or tuple(Model(*model) for model in known) or models

@@ -56,6 +56,21 @@ async def test_an_adapter_is_known_while_its_engine_has_it() -> None:
         assert answer.json()["error"]["code"] == "model_not_found"
 
 
+async def test_an_adapter_is_known_if_its_model_has_the_name_of_a_weights_path() -> None:
+    """vLLM without `--served-model-name`, whose first version is what it was started with. No adapter that came or went
+    after that was noticed."""
+    async with watched("vllm") as (engine, client):
+        for names in (["/ckpt/base"], ["/ckpt/base", "adapter"], ["/ckpt/base"]):
+            tell(engine, *names)
+
+            async def are_known(names: list[str] = names) -> bool:
+                return await known(client) == names
+
+            await eventually(are_known)
+            updated = await client.post("/v1/weights", json={"version": "v0", "path": "/ckpt/base"}, headers=ADMIN)
+            assert updated.json()["status"] == "done"
+
+
 async def test_the_name_of_sglangs_model_stays_while_it_runs() -> None:
     """Given weights by its trainer, it calls its model by their path. Clients keep the name that they use."""
     async with watched("sglang") as (engine, client):
