@@ -65,7 +65,7 @@ async def join(server: Server, record: WeightRecord, known: KnownProcesses, sett
         if record.current is not None:
             raise ObservationError(str(error)) from None
         told = None
-    server.held = _IN_DOUBT if server.is_in_doubt and record.current is None else ""
+    server.held = ""
     server.versions.clear()
     if told is not None:
         server.took(told, record.number(told))
@@ -75,6 +75,9 @@ async def join(server: Server, record: WeightRecord, known: KnownProcesses, sett
             record.took(wanted.version)
         if record.current is wanted:  # it may have changed in all that time
             return
+    if server.weight_version != (told or ""):  # it took a first version, which was taken back
+        server.is_in_doubt = True
+    server.held = _IN_DOUBT if server.is_in_doubt else ""
 
 
 _IN_DOUBT = "an update to its weights failed, and no version was set before: send one, or restart the engine"

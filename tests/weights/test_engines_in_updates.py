@@ -229,6 +229,31 @@ async def test_a_failed_load_of_a_joining_engine_leaves_its_weights_in_doubt() -
         assert is_generated_by(["v1"], PROMPT, await complete(client, "one", PROMPT, 40))
 
 
+async def test_an_engine_that_joins_with_a_first_version_that_was_taken_back_is_held() -> None:
+    """Another engine refused it, so no version is set. It got turns with these weights, which no engine had by the
+    trainer's answer."""
+    refusal, naming = HeldCall(status=500), HeldCall()
+    async with (
+        recorded_engine(engine("vllm")) as refusing,
+        recorded_engine(engine("vllm")) as joining,
+        gateway_of(refusing.url, joining.url) as client,
+    ):
+        refusing.scripts[LOADS["vllm"]] = refusal.script()
+        joining.scripts["/update_weight_version"] = naming.script()
+        order = asyncio.create_task(update(client, "v1"))
+        await refusal.has_arrived.wait()
+        await make_lost(client, joining.url)
+        await restore_metrics(client, joining.url)
+        await naming.has_arrived.wait()
+        refusal.may_end.set()
+        assert (await order).status_code == 502
+        naming.may_end.set()
+        assert "was set before" in ((await wait_for_state(client, joining.url, "ready"))["cordon_reason"] or "")
+        del refusing.scripts[LOADS["vllm"]], joining.scripts["/update_weight_version"]
+        assert (await update(client, "v2")).json()["status"] == "done"
+        assert loads(joining) == ["/weights/v1", "/weights/v2"]
+
+
 @pytest.mark.parametrize("is_restarted", [False, True], ids=["lost-for-a-while", "gateway-restarted"])
 async def test_weights_in_doubt_before_any_version_was_set_keep_the_engine_held(
     tmp_path: Path, is_restarted: bool
