@@ -34,9 +34,6 @@ from scheduling.running_sums import LoadedEngine, Speculation
 # What a mixed fleet must promise over the best homogeneous one: real predictions cost it 1 to 6 % (policy study).
 MIXED_FLEET_GAIN = 0.05
 
-# The flag as the study models it: a step takes 1/1.6 of its time while at most 8 turns run.
-TAIL_SPECULATION = Speculation(speedup=1.6, max_batch=8)
-
 # An engine speculates if that shortens its estimated finish by more than this share; drafting costs memory, too.
 SPECULATION_GAIN = 0.01
 

@@ -15,8 +15,6 @@ from redis.exceptions import AuthenticationError, NoPermissionError, RedisError
 from store.port import StoreError
 from store.settings import StoreSettings
 
-__all__ = ["FAULTS", "asked", "is_full", "let_go", "mode_of", "place_of", "redis_client", "refused"]
-
 FAULTS = (RedisError, OSError, TimeoutError)
 
 

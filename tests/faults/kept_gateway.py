@@ -15,8 +15,6 @@ from engines.children import free_port
 from tests.faults.gateway_process import PATIENT, START_TIMEOUT_S
 from tests.support.gateway import eventually
 
-RETRY_S = 0.05
-
 
 class KeptGateway:
     """`heddle keep -- heddle serve` with these options.

@@ -18,7 +18,6 @@ from tests.scheduling.fleet import Fleet
 
 EAGER = replace(load_profile("qwen3-8b-h100-tp1"), prefill_least_tokens=1_000)
 """1,000 tokens are prefilled in 21.5 ms, and so is one."""
-LAUNCH_S = EAGER.prefill_launch_s(0)
 
 
 @given(

@@ -15,7 +15,6 @@ from scheduling.fleets import GpuBudget, largest_first, on_nodes
 from scheduling.partition import Presorted, partition
 from scheduling.running_sums import LoadedEngine, Speculation
 from scheduling.scaling import (
-    TAIL_SPECULATION,
     Role,
     Search,
     annealed,
@@ -212,7 +211,7 @@ def test_engines_of_few_long_trajectories_speculate() -> None:
     """The tail's engines speculate and the others do not. The makespan shrinks by at most the speed-up."""
     left = [Remaining(40_000.0, 1_000.0)] * 6 + [Remaining(1_000.0, 1_000.0)] * 3_000
     plain = plan(left, PROFILES, GpuBudget(32))
-    fast = plan(left, PROFILES, GpuBudget(32), speculation=TAIL_SPECULATION)
+    fast = plan(left, PROFILES, GpuBudget(32), speculation=Speculation(speedup=1.6, max_batch=8))
     roles = Counter(engine.role for engine in fast.engines)
     assert fast.engines[0].role is Role.TAIL
     assert roles[Role.BULK] > 0
