@@ -7,9 +7,8 @@ compared with the outcome, because a fleet is reshaped within a rollout only if 
 """
 
 import asyncio
-import math
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +19,7 @@ from gateway.passes import Passes
 from gateway.state.driver import Driver
 from gateway.state.ledger import Entry, Ledger
 from gateway.turns.progress import first_prompt_tokens
+from predictor.scoring import log_pearson
 from scheduling.reshaping import still_needed
 from scheduling.types import TrajectoryRecord, TrajectoryState
 
@@ -107,7 +107,7 @@ class Demand:
             "trajectories": orjson.Fragment(b"[" + b",".join(found.remaining) + b"]"),
             "last_rollout": _last_rollout(found, since),
             "num_waiting_turns": self._driver.scheduler.num_waiting,
-            "correlation": _log_pearson(self._compared),
+            "correlation": _correlation(self._compared),
             "num_compared": len(self._compared),
         }
 
@@ -167,13 +167,9 @@ def _whole(entry: Entry) -> dict[str, int]:
     return {"output_tokens": record.output_tokens, "context_tokens": first, "new_tokens": added}
 
 
-def _log_pearson(pairs: "deque[tuple[float, float]]") -> float | None:
-    """Correlation of the logarithms; None if there are too few pairs or no variation."""
+def _correlation(pairs: Collection[tuple[float, float]]) -> float | None:
+    """Of the logarithms; None if there are too few pairs or no variation."""
     if len(pairs) < _MIN_COMPARED:
         return None
-    xs, ys = ([math.log(pair[side]) for pair in pairs] for side in (0, 1))
-    mean_x, mean_y = sum(xs) / len(xs), sum(ys) / len(ys)
-    spread = math.sqrt(sum((x - mean_x) ** 2 for x in xs) * sum((y - mean_y) ** 2 for y in ys))
-    if spread < 1e-9:
-        return None
-    return sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True)) / spread
+    predicted, made = zip(*pairs, strict=True)
+    return log_pearson(predicted, made) or None
