@@ -92,6 +92,7 @@ class Scheduler:
         )
         self._at = at
         self._turns: dict[str, Turn] = {}
+        self._gone_models: set[str] = set()  # of running turns; no engine has them any more
         self._idle = IdleTrajectories()
         self._tool_calls = ToolCalls()
         self._num_turns = 0
@@ -277,6 +278,9 @@ class Scheduler:
         self._dispatcher.fill(engine, actions)
 
     def _wait_again(self, turn: Turn, since: float, actions: list[Action]) -> None:
+        if turn.model in self._gone_models:
+            self._refuse_as_gone(turn, actions)
+            return
         self._dispatcher.withdraw(turn)
         turn.become(WAITING)
         turn.queued_at = since
@@ -331,6 +335,7 @@ class Scheduler:
             self._settle_residents(engine)
         before = engine.accepting, engine.spec.models, engine.room
         engine.report(event.spec, event.accepting)
+        self._gone_models -= event.spec.models
         closed = [] if event.accepting else self._close_others(engine)
         if event.load is not None:
             engine.look(event.load, self._at, self.limits.sends_ahead)
@@ -384,8 +389,13 @@ class Scheduler:
     def _model_gone(self, model: str, actions: list[Action]) -> None:
         for turn in list(self._turns.values()):
             if turn.state is WAITING and turn.model == model:
-                self._end(turn)
-                actions.append(Reject(turn.turn_id, Refusal.MODEL_GONE, None))
+                self._refuse_as_gone(turn, actions)
+        models_at_work = {turn.model for turn in self._turns.values()}  # which may have to wait again
+        self._gone_models = models_at_work & (self._gone_models | {model})
+
+    def _refuse_as_gone(self, turn: Turn, actions: list[Action]) -> None:
+        self._end(turn)
+        actions.append(Reject(turn.turn_id, Refusal.MODEL_GONE, None))
 
     def _settle_residents(self, engine: Engine) -> None:
         """Restore an engine's residents: the active trajectories of an earlier process whose home it is. Those without

@@ -1,7 +1,7 @@
 """Models that come and go while an engine runs: vLLM loads LoRA adapters on request."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -9,7 +9,7 @@ import httpx
 import orjson
 
 from engines.simulated.settings import SimulatedEngineSettings
-from tests.support.engine import RecordedEngine, fixed, recorded_engine
+from tests.support.engine import Asked, RecordedEngine, Script, fixed, recorded_engine
 from tests.support.gateway import ADMIN, eventually, running_gateway
 
 
@@ -54,6 +54,31 @@ async def test_an_adapter_is_known_while_its_engine_has_it() -> None:
             answer = await client.post("/v1/chat/completions", json=chat("adapter"))
             assert [turn.json["model"] for turn in engine.turns] == ["adapter"] * num_asked
         assert answer.json()["error"]["code"] == "model_not_found"
+
+
+async def test_a_turn_whose_engine_fails_it_after_its_adapter_was_taken_out_is_refused() -> None:
+    """No engine has the adapter any more. The turn waited for one for `queue_timeout_s`, half an hour by default."""
+    may_fail = asyncio.Event()
+
+    async def fail(_: Asked, write: Callable[[bytes], Awaitable[None]]) -> None:
+        await may_fail.wait()
+        await write(b"{}")
+
+    async with watched("vllm") as (engine, client):
+        for names in (["adapter", "simulated"], ["simulated"]):
+            tell(engine, *names)
+
+            async def are_known(names: list[str] = names) -> bool:
+                return await known(client) == names
+
+            await eventually(are_known)
+            if "adapter" in names:
+                engine.scripts["/v1/chat/completions"] = Script(fail, 500)
+                turn = asyncio.create_task(client.post("/v1/chat/completions", json=chat("adapter"), timeout=60))
+                await eventually(lambda: engine.turns)
+        may_fail.set()
+        answer = await turn
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
 
 
 async def test_an_adapter_is_known_if_its_model_has_the_name_of_a_weights_path() -> None:

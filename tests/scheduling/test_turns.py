@@ -455,3 +455,15 @@ def test_turns_of_a_model_that_is_gone_are_refused() -> None:
     fleet.arrive("other", model="there")
     assert fleet.handle(ModelGone(fleet.at, "gone")) == [Reject("waits", Refusal.MODEL_GONE, None)]
     assert fleet.sent(fleet.finish("runs")) == [("other", "A")]
+
+
+@pytest.mark.parametrize("is_back", [False, True])
+def test_a_turn_that_must_wait_again_is_refused_if_its_model_is_gone(is_back: bool) -> None:
+    """Unless an engine has the model again."""
+    fleet = Fleet()
+    fleet.engine("A", models=("gone", "there"))
+    fleet.arrive("runs", model="gone")
+    fleet.handle(ModelGone(fleet.at, "gone"))
+    fleet.engine("A", models=("gone", "there") if is_back else ("there",))
+    actions = fleet.fail("runs")
+    assert (Reject("runs", Refusal.MODEL_GONE, None) in actions) is not is_back
