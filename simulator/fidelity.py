@@ -164,7 +164,7 @@ def makespan_s(profile: EngineProfile, sequences: Iterable[tuple[int, int]]) -> 
     return ended_at, engine.counts().num_preemptions
 
 
-def check_crossover(seed: int = 0) -> list[CrossoverCheck]:
+def check_crossover() -> list[CrossoverCheck]:
     """Libra's motivation, on profiles of an A800: which lengths are faster on 8 engines of TP 1, and which on TP 8.
 
     The paper does not state how much of a length is prompt. Here it is a quarter; the direction is the same from a
@@ -172,7 +172,7 @@ def check_crossover(seed: int = 0) -> list[CrossoverCheck]:
     """
     checks = []
     for name, (least, most) in LIBRA_LENGTHS.items():
-        dice = random.Random(seed)
+        dice = random.Random(0)
         totals = [dice.randint(least, most) for _ in range(CROSSOVER_BATCH)]
         sequences = [(total // 4, total - total // 4) for total in totals]
         runs = [_fleet_throughput(tp, sequences) for tp in (1, 8)]

@@ -78,12 +78,12 @@ def _dialect_and_routes(service: EngineService) -> tuple[VllmDialect | SglangDia
 
 
 @contextlib.asynccontextmanager
-async def serve_engine(settings: SimulatedEngineSettings, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[str]:
+async def serve_engine(settings: SimulatedEngineSettings, port: int = 0) -> AsyncIterator[str]:
     """Runs a simulated engine in this process; yields its base URL without `/v1`. Port 0: any free one.
 
     Leaving the context kills the engine: everything under way breaks off.
     """
-    sock = bound(host, port)
+    sock = bound("127.0.0.1", port)
     server = _QuietServer(_config(settings))
     task = asyncio.create_task(server.serve(sockets=[sock]))
     try:
@@ -91,7 +91,7 @@ async def serve_engine(settings: SimulatedEngineSettings, host: str = "127.0.0.1
             if task.done():
                 task.result()
             await asyncio.sleep(0.002)
-        yield f"http://{host}:{sock.getsockname()[1]}"
+        yield f"http://127.0.0.1:{sock.getsockname()[1]}"
     finally:
         server.should_exit = True
         server.force_exit = True
