@@ -178,7 +178,7 @@ class Fleet:
 
     def models(self) -> dict[str, Model]:
         """Every model that an engine of the fleet serves, or served when it was last seen; with the longest context
-        that any of them takes. None while the fleet is starting.
+        that any of them takes. Empty while the fleet is starting.
         """
         return self._models
 
