@@ -23,6 +23,7 @@ import uvloop
 
 from loadtest.bench.check import Checker
 from loadtest.bench.requests import Body, bodies, contexts, head, in_turn
+from loadtest.results import percentile
 
 TURNS_PER_TRAJECTORY = 10
 
@@ -157,12 +158,12 @@ async def load(options: argparse.Namespace) -> dict[str, Any]:
         agent.go_on()
     await asyncio.gather(*(agent.done for agent in agents))
     seconds = perf_counter() - began_at
-    latencies = sorted(latency for agent in agents for latency in agent.latencies_s)
+    latencies = [latency for agent in agents for latency in agent.latencies_s]
     return {
         "num_answers": len(latencies),
         "answers_per_s": len(latencies) / seconds,
-        "p50_us": latencies[len(latencies) // 2] * 1e6,
-        "p99_us": latencies[len(latencies) * 99 // 100] * 1e6,
+        "p50_us": percentile(latencies, 50) * 1e6,
+        "p99_us": percentile(latencies, 99) * 1e6,
     }
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import orjson
 
 from loadtest.bench.requests import bodies, head
+from loadtest.results import percentile
 
 _STAMPS = re.compile(rb"@(\d{15})")
 _BODY_BYTES = 5_500
@@ -83,12 +84,11 @@ class OpenStreams:
                     raise ConnectionError("the server closed a stream")
                 now_us = now_ns() // 1000
                 delays += [now_us - int(stamp) for stamp in stamps_of(data)]
-        delays.sort()
         return {
             "num_chunks": len(delays),
             "chunks_per_s": len(delays) / (time.monotonic() - began_at),
-            "p50_us": delays[len(delays) // 2] if delays else 0,
-            "p99_us": delays[len(delays) * 99 // 100] if delays else 0,
+            "p50_us": percentile(delays, 50) if delays else 0,
+            "p99_us": percentile(delays, 99) if delays else 0,
         }
 
 
