@@ -28,7 +28,7 @@ from scheduling.types import Action, Event, TrajectoryRecord
 MAX_LINES_BEHIND = 10_000
 # Between two batches for a watcher. Each costs a wake-up and a write; with many turns, each event had one of its own.
 _PAUSE_S = 0.1
-_HEAD_OF_LINE = b'{"at":'
+_HEADS_OF_LINES = b'{"at":', b'{"kind":'
 # Begins the file after a full one: its lines make sense only after those of the full one.
 _CONTINUED = b'{"kind":"continued"}\n'
 
@@ -170,8 +170,8 @@ def _without_half_a_line(path: str, size: int) -> int:
         return 0
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         end = content.rfind(b"\n") + 1
-        head = content[end : end + len(_HEAD_OF_LINE)]
-    if not head or not _HEAD_OF_LINE.startswith(head):  # no half, or not of a line of ours
+        head = content[end : end + max(map(len, _HEADS_OF_LINES))]
+    if not head or not any(known.startswith(head[: len(known)]) for known in _HEADS_OF_LINES):  # no half of ours
         return size
     os.truncate(path, end)
     return end

@@ -89,7 +89,7 @@ def test_half_a_line_of_a_killed_process_is_dropped(tmp_path: Path) -> None:
     log.add(Tick(1.0), [])
     log.close()
     whole = path.read_bytes()
-    for half in (whole[:-1], whole[: len(whole) // 2], b"{", b""):
+    for half in (whole[:-1], whole[: len(whole) // 2], b"{", b'{"kind":"contin', b""):
         path.write_bytes(whole + half)
         log = EventLog(str(path), 2**30)
         log.add(Tick(2.0), [])
