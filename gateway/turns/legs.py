@@ -284,13 +284,13 @@ class Legs:
 
     def _abort(self, turn: Turn, member: Member) -> None:
         """Stop an engine at once if closing the connection does not suffice; nobody waits for it."""
-        dialect = member.server.dialect
+        dialect, request_id = member.server.dialect, _request_id(turn)  # by the time it is sent, another leg may run
         if dialect is None:
             return
 
         async def abort() -> None:
             try:
-                await dialect.abort(member.http, _request_id(turn), _ABORT_TIMEOUT_S)
+                await dialect.abort(member.http, request_id, _ABORT_TIMEOUT_S)
             except FAULTS:
                 return  # An engine that cannot be reached runs none of our turns, or its watch will notice.
 

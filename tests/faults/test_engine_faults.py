@@ -493,6 +493,24 @@ async def test_a_turn_between_two_legs_is_shown_as_waiting(client: httpx.AsyncCl
         await asyncio.gather(pending, return_exceptions=True)
 
 
+async def test_sglang_is_told_to_abort_the_leg_that_it_runs(client: httpx.AsyncClient) -> None:
+    """The turn goes on elsewhere at once. The abort named its next leg, so the engine went on with the last one; and if
+    both ran there, the new one was aborted."""
+    hangs_once = Fault("hang", path=PATHS["chat"], count=1)
+    settings = SimulatedEngineSettings(dialect="sglang", faults=(hangs_once,), speed_up=50)
+    async with (
+        recorded_engine(settings) as one,
+        recorded_engine(settings) as two,
+        running_gateway(one.url, two.url, turn_timeout_s=1.0, retry_pause_s=0.1) as gateway,
+    ):
+        assert (await ask(client, gateway.url, "chat", body_of("chat"))).is_finished("chat")
+        for engine in (one, two):
+            await eventually(lambda engine=engine: "/abort_request" in [asked.path for asked in engine.seen])
+            hung, *_ = [asked.json["rid"] for asked in engine.seen if asked.path == PATHS["chat"]]
+            (aborted,) = [asked.json["rid"] for asked in engine.seen if asked.path == "/abort_request"]
+            assert aborted == hung
+
+
 async def test_an_engine_relaunched_between_two_checks_is_discovered_again(client: httpx.AsyncClient) -> None:
     """Nobody saw the gap, and the new process may serve another model."""
     async with (
