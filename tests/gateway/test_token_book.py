@@ -527,6 +527,20 @@ async def test_a_repeated_prompt_is_stored_once(new_store: Callable[..., Store])
     assert {turn.turn_id: turn for turn in decoded(await pieces(site))} == before
 
 
+async def test_log_probabilities_count_as_memory(new_store: Callable[..., Store]) -> None:
+    """Four bytes each, whether they were just added or read from the store; without them, memory would outgrow its
+    limit by a third."""
+    site = await Site(new_store, replace(LIMITS, memory_bytes=0)).start("logprobs")
+    site.save("a", "b")
+    for turn in (tokens_of("u", [1], [7] * 1_000), replace(tokens_of("v", [2], [7] * 1_000), trajectory_id="b")):
+        site.add(turn)
+        num_bytes = site.book.view()["memory_bytes"]
+        assert TURN_BYTES + 2 * 1_000 + 4 * 1_000 <= num_bytes < TURN_BYTES + 2 * 1_000 + 4 * 1_000 + 100
+    await site.book.ready("a")
+    assert site.book.view()["memory_bytes"] == num_bytes
+    await site.store.close()
+
+
 async def test_a_turn_that_does_not_begin_with_its_parent_stands_alone(new_store: Callable[..., Store]) -> None:
     """With its whole prompt: otherwise a trainer would get tokens that no engine read."""
     site = await Site(new_store).start("")
