@@ -14,7 +14,7 @@ from gateway.http.errors import ApiError, api_error
 from gateway.http.refusals import Refused
 from gateway.state.driver import LiveTurn
 from gateway.state.ledger import Ledger
-from gateway.turns.outcome import LegFailed
+from gateway.turns.outcome import LegFailed, Stopped
 from gateway.turns.turn import Turn
 from gateway.weights.record import WeightRecord
 from scheduling.types import Fault
@@ -59,13 +59,11 @@ class Staleness:
             if turn.stale_version is not None:
                 turn.stop(Fault.ENGINE)
 
-    def stopped(self, turn: Turn) -> LegFailed:
-        """How the leg of a turn stopped for staleness ended."""
+    def stopped(self, turn: Turn) -> LegFailed | Stopped:
+        """How the leg of a turn stopped for staleness ended: a turn that begins again paused without any output."""
         assert turn.stale_version is not None
         version, turn.stale_version = turn.stale_version, None
-        if self._restarts and turn.begin_again():
-            return LegFailed(Fault.BUSY, api_error(503, "The turn begins again under new weights.", "too_stale"))
-        return self._failed(version)
+        return Stopped(None) if self._restarts and turn.begin_again() else self._failed(version)
 
     def _stale(self, turn: Turn, own: Sequence[str]) -> str | None:
         return self._too_old(own if self._restarts else [*self._made_before(turn.ask.trajectory_id), *own])

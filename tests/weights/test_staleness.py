@@ -190,6 +190,21 @@ async def test_a_stale_turn_restarts_under_the_new_weights_if_configured(kind: s
         assert (row["weight_versions"], row["legs"]) == (["v1"], 2)
 
 
+@pytest.mark.parametrize("token_legs", ["off", "auto"])
+async def test_a_turn_that_restarts_may_have_run_for_longer_than_turns_may_wait(token_legs: str) -> None:
+    """It did not wait while it ran. It was refused with `queue_timeout`, and counted as refused by a busy engine."""
+    settings = {"max_staleness": 0, "stale": "restart", "queue_timeout_s": 0.5, "token_legs": token_legs}
+    async with gateway_before("vllm", 5.0, **settings) as client:
+        turn = asyncio.create_task(complete(client, "one", PROMPT, 1_200))
+        await eventually(lambda: has_legs(client, 1), 60)
+        runs_since = time.time()
+        await eventually(lambda: time.time() > runs_since + 0.6, 60)
+        await update(client, "v1")
+        assert is_generated_by(["v1"], PROMPT, await turn)
+        assert (await last_turn(client, "one"))["legs"] == 2
+        assert 'heddle_retried_legs_total{fault="busy"} 1' not in (await client.get("/metrics")).text
+
+
 async def test_a_restarted_turns_first_byte_is_that_of_the_answer_that_its_client_gets() -> None:
     """Its first leg made tokens, but they could not be read before the weights changed. The history, and the metric of
     the first byte, had the time of these."""
