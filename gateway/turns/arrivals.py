@@ -73,6 +73,8 @@ class Arrivals:
 
     def learn(self, ask: Ask, usage: Usage) -> None:
         """Improve the estimate with an engine's count, which must be at least one token."""
+        if ask.api == "responses" and ask.request.get("previous_response_id"):
+            return  # most of its prompt is at the engine
         self._bytes_per_token += 0.05 * (len(ask.body) / usage.prompt_tokens - self._bytes_per_token)
 
     def _prediction(self, ask: Ask, entry: Entry | None, prompt_tokens: int) -> Prediction:
