@@ -139,8 +139,7 @@ class RunningTurns:
                 turn.waits_since = self._clock()
             self._endings.finished(turn, dispatch, outcome)
         except Refused as refused:
-            is_refused = turn.leg == 0 or refused.error.is_clients_fault
-            self._endings.close(turn, "refused" if is_refused else "failed", dispatch, refused, self._clock())
+            self._endings.close(turn, _outcome_of(turn, refused), dispatch, refused, self._clock())
             raise
         except (Stopped, asyncio.CancelledError) as stop:
             fault = (stop.fault if isinstance(stop, Stopped) else None) or Fault.CLIENT_LEFT
@@ -185,3 +184,10 @@ class RunningTurns:
         with suppress(asyncio.CancelledError):  # uvicorn's, when its shutdown timeout ends: the answer is here
             await self._store.settle(self._settings.settle_timeout_s)
         self._endings.send(turn, outcome)
+
+
+def _outcome_of(turn: Turn, refused: Refused) -> str:
+    """How a turn ended whose client is told this, as its history shows it."""
+    if turn.leg == 0 or refused.error.is_clients_fault:
+        return "refused"
+    return "aborted" if refused.error.code == Refusal.TRAJECTORY_ABORTED else "failed"

@@ -511,6 +511,26 @@ async def test_sglang_is_told_to_abort_the_leg_that_it_runs(client: httpx.AsyncC
             assert aborted == hung
 
 
+async def test_a_turn_between_two_legs_is_aborted_with_its_trajectory(client: httpx.AsyncClient) -> None:
+    """Its history, and the metric behind an alert, said that it failed."""
+    async with raw_engine(resets) as engine, running_gateway(engine.url, retry_pause_s=600) as gateway:
+        mine = f"{gateway.url}/v1/trajectories/mine"
+        pending = asyncio.create_task(ask(client, gateway.url, "chat", body_of("chat"), {"x-trajectory-id": "mine"}))
+
+        async def waits_again() -> bool:
+            turns = (await client.get(mine)).json().get("live_turns", [])
+            return [(turn["state"], turn["legs"]) for turn in turns] == [("waiting", 1)]
+
+        await eventually(waits_again)
+        assert (await client.delete(mine)).status_code == 200
+        reply = await pending
+        assert (reply.status, reply.error("chat")["code"]) == (409, "trajectory_aborted")
+        (row,) = (await client.get(mine)).json()["turns"]
+        assert row["outcome"] == "aborted"
+        page = (await client.get(gateway.url + "/metrics")).text
+        assert 'heddle_turns_total{api="chat",outcome="failed"} 0' in page
+
+
 async def test_an_engine_relaunched_between_two_checks_is_discovered_again(client: httpx.AsyncClient) -> None:
     """Nobody saw the gap, and the new process may serve another model."""
     async with (
