@@ -5,8 +5,11 @@ import errno
 import json
 import os
 import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,9 +36,10 @@ from tests.controller.ports import (
     MemoryDemand,
     MemoryGateway,
     MemoryLauncher,
+    Points,
     answering_engines,
 )
-from tests.controller.script import Change, memory_folder, run_in
+from tests.controller.script import Change, Run, memory_folder, run_in
 from tests.support.gateway import running_gateway
 from tests.support.redis_server import RedisServer, redis_server
 
@@ -43,6 +47,31 @@ __all__ = ["memory_folder", "redis_server"]
 
 # How many looks an outage lasts.
 NUM_LOOKS = 3
+
+
+@asynccontextmanager
+async def controller_of(run: Run, to_launcher: Points | None = None, **changes: Any) -> AsyncIterator[Controller]:
+    """A controller, not running yet, of a run's fleet with these fields changed."""
+    fleet, points = run.fleet.model_copy(update=changes), Fuse()
+    journal = Journal(fleet.state_dir / "journal.jsonl")
+    launcher, gateway = MemoryLauncher(run.cluster, to_launcher or points), MemoryGateway(run.cluster, points)
+    made = Controller(fleet, launcher, gateway, MemoryDemand(run.cluster), journal)  # type: ignore[arg-type]
+    try:
+        yield made
+    finally:
+        await made.close()
+        journal.close()
+
+
+@asynccontextmanager
+async def running(made: Controller) -> AsyncIterator[None]:
+    """It runs."""
+    task = asyncio.create_task(made.run())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 @pytest.mark.timeout(600)
@@ -89,41 +118,32 @@ async def test_a_gateway_that_may_still_be_starting_is_no_alarm(
     time, or that answered before, is one."""
     run = run_in(memory_folder / "starting", 9)
     limits = run.fleet.limits.model_copy(update={"gateway_start_s": gateway_start_s})
-    cluster, points = run.cluster, Fuse()
-    journal = Journal(run.fleet.state_dir / "journal.jsonl")
-    ports = MemoryLauncher(cluster, points), MemoryGateway(cluster, points), MemoryDemand(cluster)
-    made = Controller(run.fleet.model_copy(update={"limits": limits}), *ports, journal)  # type: ignore[arg-type]
-    alarm = {"gateway_away": "no connection to the gateway"}
-    cluster.num_looks_lost = NUM_LOOKS
-    for _ in range(NUM_LOOKS):
-        assert not await made.observe() and made.alarms == (alarm if is_alarm else {})
-    assert await made.observe() and not made.alarms
-    cluster.num_looks_lost = 1
-    assert not await made.observe() and made.alarms == alarm
-    await made.close()
-    journal.close()
+    cluster = run.cluster
+    async with controller_of(run, limits=limits) as made:
+        alarm = {"gateway_away": "no connection to the gateway"}
+        cluster.num_looks_lost = NUM_LOOKS
+        for _ in range(NUM_LOOKS):
+            assert not await made.observe() and made.alarms == (alarm if is_alarm else {})
+        assert await made.observe() and not made.alarms
+        cluster.num_looks_lost = 1
+        assert not await made.observe() and made.alarms == alarm
 
 
 async def test_the_first_fleet_waits_until_there_are_devices(memory_folder: Path) -> None:
     """A controller may start before any node has joined. It recorded that no engine is wanted, for ever."""
     run = run_in(memory_folder / "early", 9)
-    cluster, points = run.cluster, Fuse()
-    fleet = run.fleet.model_copy(update={"first": None, "tp_sizes": (2,)})
-    journal = Journal(fleet.state_dir / "journal.jsonl")
-    ports = MemoryLauncher(cluster, points), MemoryGateway(cluster, points), MemoryDemand(cluster)
-    made = Controller(fleet, *ports, journal)  # type: ignore[arg-type]
-    for devices in ((), ("cpu0",)):
-        cluster.devices = devices
+    cluster = run.cluster
+    async with controller_of(run, first=None, tp_sizes=(2,)) as made:
+        for devices in ((), ("cpu0",)):
+            cluster.devices = devices
+            await made.tick()
+            assert made.alarms == {
+                "no_devices": f"the launcher has {len(devices)} devices now, and the smallest engine needs 2"
+            }
+            assert made.journal.state == State()
+        cluster.devices = ("cpu0", "cpu1")
         await made.tick()
-        assert made.alarms == {
-            "no_devices": f"the launcher has {len(devices)} devices now, and the smallest engine needs 2"
-        }
-        assert journal.state == State()
-    cluster.devices = ("cpu0", "cpu1")
-    await made.tick()
-    assert [one.tp for one in journal.state.wanted] == [2] and not made.alarms
-    await made.close()
-    journal.close()
+        assert [one.tp for one in made.journal.state.wanted] == [2] and not made.alarms
 
 
 async def test_the_first_fleet_waits_until_it_fits(memory_folder: Path) -> None:
@@ -160,23 +180,18 @@ async def test_engines_that_serve_are_adopted_before_a_sleeper_on_their_devices(
         run.changes = [Change((1, 1))]
         made = await run.run_controller(Fuse())
         serving = {one.server_id for one in made.journal.state.wanted}
-    cluster, points = run.cluster, Fuse()
+    cluster = run.cluster
     (sleeper,) = [one for one in cluster.alive() if one not in cluster.awake()]
     if is_known and sleeper.url:
         cluster.members[sleeper.url] = Member(f"at {sleeper.url}", sleeper.url, False, False, 0)
-    path = run.fleet.state_dir / "journal.jsonl"
-    path.unlink()
+    (run.fleet.state_dir / "journal.jsonl").unlink()
     engine = run.fleet.engine.model_copy(update={"kind": "sglang"})
-    fleet, journal = run.fleet.model_copy(update={"engine": engine}), Journal(path)
-    ports = MemoryLauncher(cluster, points), MemoryGateway(cluster, points), MemoryDemand(cluster)
-    made = Controller(fleet, *ports, journal)  # type: ignore[arg-type]
-    for _ in range(20):
-        await made.tick()
-    assert {one.server_id for one in journal.state.wanted} == serving and not made.alarms
-    assert {one.spec.server_id for one in cluster.alive()} == serving
-    assert is_reached(journal.state.wanted, made.seen)
-    await made.close()
-    journal.close()
+    async with controller_of(run, engine=engine) as made:
+        for _ in range(20):
+            await made.tick()
+        assert {one.server_id for one in made.journal.state.wanted} == serving and not made.alarms
+        assert {one.spec.server_id for one in cluster.alive()} == serving
+        assert is_reached(made.journal.state.wanted, made.seen)
 
 
 async def test_an_operators_fleet_is_not_replaced_by_what_runs(memory_folder: Path) -> None:
@@ -194,15 +209,10 @@ async def test_an_operators_fleet_is_not_replaced_by_what_runs(memory_folder: Pa
     run = run_in(memory_folder / "lost", engine.sockets[0].getsockname()[1], set())
     spec = ServerSpec("found", run.fleet.fleet, 1, ("cpu0",), ())
     run.cluster.servers["found"] = Server(spec, ServerState.RUNNING, f"http://127.0.0.1:{run.cluster.port}")
-    journal, points = Journal(run.fleet.state_dir / "journal.jsonl"), Fuse()
-    ports = MemoryLauncher(run.cluster, points), MemoryGateway(run.cluster, points), MemoryDemand(run.cluster)
-    made = Controller(run.fleet, *ports, journal)  # type: ignore[arg-type]
-    async with engine:
+    async with engine, controller_of(run) as made:
         await made.tick()
         assert asked == ["GET /metrics HTTP/1.1\r\n"]
-        assert [one.tp for one in journal.state.wanted] == [2] and journal.state.why == "scaled by hand"
-        await made.close()
-    journal.close()
+        assert [one.tp for one in made.journal.state.wanted] == [2] and made.journal.state.why == "scaled by hand"
 
 
 @dataclass
@@ -228,24 +238,18 @@ async def test_a_stop_that_fails_is_no_defect(fault: Exception, memory_folder: P
     called a defect to report."""
     async with answering_engines() as port:
         run = run_in(memory_folder / "lost", port)
-        line, points = Line(), Fuse()
-        journal = Journal(run.fleet.state_dir / "journal.jsonl")
-        ports = MemoryLauncher(run.cluster, line), MemoryGateway(run.cluster, points), MemoryDemand(run.cluster)
-        made = Controller(run.fleet, *ports, journal)  # type: ignore[arg-type]
-        running = asyncio.create_task(made.run())
-        await until_reached(made, 1, 1)
-        line.fault = fault
-        made.ask(made.desired.scaled([2], made.observed()))
-        await until(lambda: bool(made.alarms), lambda: made.seen)
-        for _ in range(20):
-            await asyncio.sleep(0)
-            assert made.alarms == {"stop_failed": str(fault)}
-        line.fault = None
-        await until_reached(made, 2)
-        assert not made.alarms
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-        journal.close()
+        line = Line()
+        async with controller_of(run, line) as made, running(made):
+            await until_reached(made, 1, 1)
+            line.fault = fault
+            made.ask(made.desired.scaled([2], made.observed()))
+            await until(lambda: bool(made.alarms), lambda: made.seen)
+            for _ in range(20):
+                await asyncio.sleep(0)
+                assert made.alarms == {"stop_failed": str(fault)}
+            line.fault = None
+            await until_reached(made, 2)
+            assert not made.alarms
 
 
 async def test_a_server_waits_for_devices_that_left(memory_folder: Path) -> None:
@@ -253,31 +257,29 @@ async def test_a_server_waits_for_devices_that_left(memory_folder: Path) -> None
     the rest of the fleet is at rest, so plans may change it."""
     async with answering_engines() as port:
         run = run_in(memory_folder / "left", port)
-        cluster, points = run.cluster, Fuse()
-        journal = Journal(run.fleet.state_dir / "journal.jsonl")
-        ports = MemoryLauncher(cluster, points), MemoryGateway(cluster, points), MemoryDemand(cluster)
-        made = Controller(run.fleet, *ports, journal)  # type: ignore[arg-type]
-        running = asyncio.create_task(made.run())
-        await until_reached(made, 1, 1)
-        lost = next(one for one in cluster.alive() if one.spec.devices == ("cpu1",))
-        cluster.devices = ("cpu0",)
-        cluster.servers[lost.spec.server_id] = replace(lost, state=ServerState.EXITED, exit_cause="its node is lost")
-        cluster.turns[lost.url or ""] = 0
-        await until(lambda: "no_devices" in made.alarms, lambda: made.alarms)
-        replacement = next(one for one in journal.state.wanted if one.devices == ("cpu1",))
-        for _ in range(200):
-            await asyncio.sleep(0)
-            why = f"{replacement.server_id} waits for cpu1, which left"
-            assert made.alarms == {"no_devices": why} and not journal.state.blocked_tps
-        assert [one.cause for one in journal.state.failures] == ["its node is lost"]
-        assert made.desired.at_hand(made.seen) == [one for one in journal.state.wanted if one is not replacement]
-        cluster.devices = ("cpu0", "cpu1")
-        await until_reached(made, 1, 1)
-        await until(lambda: not made.alarms, lambda: made.alarms)
-        assert cluster.servers[replacement.server_id].state is ServerState.RUNNING
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-        journal.close()
+        cluster = run.cluster
+        async with controller_of(run) as made, running(made):
+            await until_reached(made, 1, 1)
+            lost = next(one for one in cluster.alive() if one.spec.devices == ("cpu1",))
+            cluster.devices = ("cpu0",)
+            cluster.servers[lost.spec.server_id] = replace(
+                lost, state=ServerState.EXITED, exit_cause="its node is lost"
+            )
+            cluster.turns[lost.url or ""] = 0
+            await until(lambda: "no_devices" in made.alarms, lambda: made.alarms)
+            replacement = next(one for one in made.journal.state.wanted if one.devices == ("cpu1",))
+            for _ in range(200):
+                await asyncio.sleep(0)
+                why = f"{replacement.server_id} waits for cpu1, which left"
+                assert made.alarms == {"no_devices": why} and not made.journal.state.blocked_tps
+            assert [one.cause for one in made.journal.state.failures] == ["its node is lost"]
+            assert made.desired.at_hand(made.seen) == [
+                one for one in made.journal.state.wanted if one is not replacement
+            ]
+            cluster.devices = ("cpu0", "cpu1")
+            await until_reached(made, 1, 1)
+            await until(lambda: not made.alarms, lambda: made.alarms)
+            assert cluster.servers[replacement.server_id].state is ServerState.RUNNING
 
 
 async def test_a_machine_that_cannot_launch_now_is_no_defect(memory_folder: Path) -> None:
@@ -285,26 +287,21 @@ async def test_a_machine_that_cannot_launch_now_is_no_defect(memory_folder: Path
     was called a defect to report."""
     async with answering_engines() as port:
         run = run_in(memory_folder / "full", port)
-        line, points = Line(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))), Fuse()
-        journal = Journal(run.fleet.state_dir / "journal.jsonl")
-        ports = MemoryLauncher(run.cluster, line), MemoryGateway(run.cluster, points), MemoryDemand(run.cluster)
-        made = Controller(run.fleet, *ports, journal)  # type: ignore[arg-type]
-        running = asyncio.create_task(made.run())
-        await until(lambda: bool(made.alarms), lambda: made.seen)
-        (server_id,) = (one.partition(":")[0] for one in made.alarms.values())
-        for _ in range(50):
-            await asyncio.sleep(0)
-            assert (
-                list(made.alarms) == ["launch_hindered"] and "No space left on device" in made.alarms["launch_hindered"]
-            )
-        assert server_id in {one.server_id for one in journal.state.wanted}
-        line.fault = None
-        await until_reached(made, 1, 1)
-        await until(lambda: not made.alarms, lambda: made.alarms)
-        assert not journal.state.failures
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-        journal.close()
+        line = Line(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+        async with controller_of(run, line) as made, running(made):
+            await until(lambda: bool(made.alarms), lambda: made.seen)
+            (server_id,) = (one.partition(":")[0] for one in made.alarms.values())
+            for _ in range(50):
+                await asyncio.sleep(0)
+                assert (
+                    list(made.alarms) == ["launch_hindered"]
+                    and "No space left on device" in made.alarms["launch_hindered"]
+                )
+            assert server_id in {one.server_id for one in made.journal.state.wanted}
+            line.fault = None
+            await until_reached(made, 1, 1)
+            await until(lambda: not made.alarms, lambda: made.alarms)
+            assert not made.journal.state.failures
 
 
 async def test_a_step_does_not_look_at_the_launcher_by_itself(memory_folder: Path) -> None:
@@ -312,31 +309,26 @@ async def test_a_step_does_not_look_at_the_launcher_by_itself(memory_folder: Pat
     fleet five times a second, and called one lost answer a defect to report."""
     async with answering_engines() as port:
         run = run_in(memory_folder / "pending", port)
-        cluster, points = run.cluster, Fuse()
-        journal = Journal(run.fleet.state_dir / "journal.jsonl")
-        ports = MemoryLauncher(cluster, points), MemoryGateway(cluster, points), MemoryDemand(cluster)
-        made = Controller(run.fleet, *ports, journal)  # type: ignore[arg-type]
-        await made.tick()
-        await made.tick()
-        await until(lambda: [one.state for one in cluster.alive()] == [ServerState.RUNNING] * 2)
-        urls = {server_id: server.url for server_id, server in cluster.servers.items()}
-        for server_id, server in cluster.servers.items():
-            cluster.servers[server_id] = replace(server, url=None)
-        await made.tick()
-        cluster.num_finds_lost = 1
-        await until(lambda: list(journal.state.begun.values()) == ["MakeReady"] * 2)
-        for _ in range(20):
-            await asyncio.sleep(0)
-        assert cluster.num_finds_lost == 1 and not made.alarms
-        cluster.num_finds_lost = 0
-        for server_id, url in urls.items():
-            cluster.servers[server_id] = replace(cluster.servers[server_id], url=url)
-        running = asyncio.create_task(made.run())
-        await until_reached(made, 1, 1)
-        assert not made.alarms
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-        journal.close()
+        cluster = run.cluster
+        async with controller_of(run) as made:
+            await made.tick()
+            await made.tick()
+            await until(lambda: [one.state for one in cluster.alive()] == [ServerState.RUNNING] * 2)
+            urls = {server_id: server.url for server_id, server in cluster.servers.items()}
+            for server_id, server in cluster.servers.items():
+                cluster.servers[server_id] = replace(server, url=None)
+            await made.tick()
+            cluster.num_finds_lost = 1
+            await until(lambda: list(made.journal.state.begun.values()) == ["MakeReady"] * 2)
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert cluster.num_finds_lost == 1 and not made.alarms
+            cluster.num_finds_lost = 0
+            for server_id, url in urls.items():
+                cluster.servers[server_id] = replace(cluster.servers[server_id], url=url)
+            async with running(made):
+                await until_reached(made, 1, 1)
+                assert not made.alarms
 
 
 @pytest.mark.parametrize("is_member", [True, False])

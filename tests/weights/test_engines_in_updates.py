@@ -204,24 +204,32 @@ async def test_an_engine_lost_during_an_update_loads_the_weights_once() -> None:
         assert loads(lost) == ["/weights/v1"]
 
 
+async def take_back(
+    client: httpx.AsyncClient, version: str, refusing: RecordedEngine, joining: RecordedEngine, naming: HeldCall
+) -> None:
+    """An update that one engine refuses, while another one joins, has loaded it, and is about to name it."""
+    refusal = HeldCall(status=500)
+    refusing.scripts[LOADS["vllm"]] = refusal.script()
+    joining.scripts["/update_weight_version"] = naming.script()
+    order = asyncio.create_task(update(client, version))
+    await refusal.has_arrived.wait()
+    await make_lost(client, joining.url)
+    await restore_metrics(client, joining.url)
+    await naming.has_arrived.wait()
+    refusal.may_end.set()
+    assert (await order).status_code == 502
+
+
 async def test_a_failed_load_of_a_joining_engine_leaves_its_weights_in_doubt() -> None:
     """It loaded v2, which another engine refused and which was taken back: it loads v1 again before its next turn."""
-    refusal, naming = HeldCall(status=500), HeldCall(status=500)
+    naming = HeldCall(status=500)
     async with (
         recorded_engine(engine("vllm")) as refusing,
         recorded_engine(engine("vllm")) as joining,
         gateway_of(refusing.url, joining.url) as client,
     ):
         assert (await update(client, "v1")).json()["status"] == "done"
-        refusing.scripts[LOADS["vllm"]] = refusal.script()
-        joining.scripts["/update_weight_version"] = naming.script()
-        order = asyncio.create_task(update(client, "v2"))
-        await refusal.has_arrived.wait()
-        await make_lost(client, joining.url)
-        await restore_metrics(client, joining.url)
-        await naming.has_arrived.wait()
-        refusal.may_end.set()
-        assert (await order).status_code == 502
+        await take_back(client, "v2", refusing, joining, naming)
         del joining.scripts["/update_weight_version"]
         naming.may_end.set()
         await wait_for_state(client, joining.url, "ready")
@@ -232,21 +240,13 @@ async def test_a_failed_load_of_a_joining_engine_leaves_its_weights_in_doubt() -
 async def test_an_engine_that_joins_with_a_first_version_that_was_taken_back_is_held() -> None:
     """Another engine refused it, so no version is set. It got turns with these weights, which no engine had by the
     trainer's answer."""
-    refusal, naming = HeldCall(status=500), HeldCall()
+    naming = HeldCall()
     async with (
         recorded_engine(engine("vllm")) as refusing,
         recorded_engine(engine("vllm")) as joining,
         gateway_of(refusing.url, joining.url) as client,
     ):
-        refusing.scripts[LOADS["vllm"]] = refusal.script()
-        joining.scripts["/update_weight_version"] = naming.script()
-        order = asyncio.create_task(update(client, "v1"))
-        await refusal.has_arrived.wait()
-        await make_lost(client, joining.url)
-        await restore_metrics(client, joining.url)
-        await naming.has_arrived.wait()
-        refusal.may_end.set()
-        assert (await order).status_code == 502
+        await take_back(client, "v1", refusing, joining, naming)
         naming.may_end.set()
         assert "was set before" in ((await wait_for_state(client, joining.url, "ready"))["cordon_reason"] or "")
         del refusing.scripts[LOADS["vllm"]], joining.scripts["/update_weight_version"]
