@@ -41,12 +41,17 @@ class Seam:
         if not may_stop:
             self._stop_from = len(self._buffer)
         firsts = [(stop, max(self._stop_from - len(stop) + 1, 0)) for stop in self._stops]
-        found = [(at, stop) for stop, first in firsts if 0 <= (at := self._buffer.find(stop, first)) < self._size]
+        found = [(at, stop) for stop, first in firsts if (at := self._buffer.find(stop, first)) >= 0]
         if found:
-            at, stop = min(found)
+            at, stop = min(found, key=_end)  # of equals the first in the list, as engines do
             self.is_passed = True
             return self._buffer[self._num_told : at + (len(stop) if self._includes_stop else 0)], stop
         if not is_last and len(self._buffer) < self._size + self._reach:
             return "", None
         self.is_passed = True
         return self._buffer[self._num_told : len(self._buffer) - len(left_out)], None
+
+
+def _end(found: tuple[int, str]) -> int:
+    at, stop = found
+    return at + len(stop)
