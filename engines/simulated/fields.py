@@ -10,6 +10,9 @@ Body = dict[str, Any]
 ANY_OBJECT: Body = {"type": "object", "properties": {"answer": {"type": "string"}}}
 """The schema of an answer that may be any object."""
 
+# Besides null, what pydantic takes for a boolean; 1 and 0 equal the first of each.
+_YES = (True, "1", "t", "true", "y", "yes", "on")
+_NO = (False, "0", "f", "false", "n", "no", "off")
 _MAX_LOGPROBS = 20  # vLLM's --max-logprobs
 _MAX_CHOICES = 128  # each is generated in full before the first step
 
@@ -29,13 +32,14 @@ def integer(body: Body, name: str, default: int | None = None, lowest: int | Non
 
 
 def flag(body: Body, name: str, default: bool = False) -> bool:
-    """A flag, or the default if it is absent or null. 1 and 0 count as flags, as for pydantic."""
+    """A flag, or the default if it is absent or null. 1 and 0 count as flags, and some words, as for pydantic."""
     value = body.get(name)
     if value is None:
         return default
-    if not isinstance(value, int | float) or value not in (0, 1):
+    said = value.lower() if isinstance(value, str) else value
+    if said not in _YES and said not in _NO:
         raise InvalidField(name, "Input should be a valid boolean")
-    return bool(value)
+    return said in _YES
 
 
 def items(body: Body, name: str) -> list[Any]:

@@ -43,6 +43,9 @@ from scheduling.types import ACTIVE
 _MAX_HINT = 1_000
 # A shorter body is parsed in less time than it takes to find its members and parse some of them.
 _LAZY_FROM_BYTES = 8_192
+# What engines take for a boolean, as pydantic does; 1 and 0 equal the first of each.
+_YES = (True, "1", "t", "true", "y", "yes", "on")
+_NO = (False, "0", "f", "false", "n", "no", "off")
 
 
 class RequestReader:
@@ -107,9 +110,7 @@ class RequestReader:
         body: bytes,
         request: Mapping[str, Any],
     ) -> Ask:
-        stream = request.get("stream")
-        if stream is not None and not isinstance(stream, bool):
-            raise bad_request("'stream' must be true or false.", "stream")
+        wants_stream = _wants_stream(request)
         if api == "messages" and request.get("thread") is not None:
             raise no_threads()  # engines ignore it, and would answer without what came before
         if isinstance(request, LazyObject) and self._reads_all:
@@ -149,7 +150,7 @@ class RequestReader:
             is_inferred,
             may_be_joined,
             keeps_tokens,
-            stream is True,
+            wants_stream,
             history,
             is_retry,
             retry_key,
@@ -222,6 +223,17 @@ def named(scope: Mapping[str, Any], body: bytes) -> Headers:
     except IdentityError:
         return b""
     return b"x-trajectory-id: %b\r\n" % identity.trajectory_id.encode() if identity.trajectory_id else b""
+
+
+def _wants_stream(request: Mapping[str, Any]) -> bool:
+    stream = request.get("stream")
+    if isinstance(stream, str):
+        stream = stream.lower()
+    if stream is None or stream in _NO:
+        return False
+    if stream not in _YES:
+        raise bad_request("'stream' must be true or false.", "stream")
+    return True
 
 
 def _priority(identity: Identity) -> int:

@@ -6,7 +6,7 @@ from itertools import product
 from typing import Any
 
 Json = dict[str, Any]
-NUM_CASES = 220
+NUM_CASES = 227
 _SEED = 20260203
 
 _WEATHER = {
@@ -240,7 +240,7 @@ class Case:
 
 def make_cases(model: str) -> list[Case]:
     """The same requests at every call."""
-    cases = [*_bad_cases(model), *_small_apis(model), *_systematic_chats(model)]
+    cases = [*_bad_cases(model), *_small_apis(model), *_systematic_chats(model), *_spelled_streams(model)]
     dice = random.Random(_SEED)
     while len(cases) < NUM_CASES:
         picked = dice.sample(_CHAT, 2)
@@ -302,6 +302,14 @@ def _small_apis(model: str) -> list[Case]:
         ),
         Case("no model", "/v1/chat/completions", {"messages": _CONVERSATIONS[0], "max_tokens": 4, "temperature": 0.0}),
     ]
+    return cases
+
+
+def _spelled_streams(model: str) -> list[Case]:
+    cases = []
+    for stream in (0, 1, 1.0, "true", "False", "yes", "off"):
+        body = _chat(model, _CONVERSATIONS[0], False, {"stream": stream})
+        cases.append(Case(f"chat, stream {stream!r}", "/v1/chat/completions", body))
     return cases
 
 

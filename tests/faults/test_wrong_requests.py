@@ -29,7 +29,8 @@ BAD_BODIES: dict[str, bytes] = {
     "no number at all": b'{"model": "simulated", "n": NaN}',
     "a model that is a number": b'{"model": 5}',
     "a model that is a list": b'{"model": ["simulated"]}',
-    "a stream that is a string": b'{"model": "simulated", "stream": "yes"}',
+    "a stream that is a string": b'{"model": "simulated", "stream": "maybe"}',
+    "a stream that is a list": b'{"model": "simulated", "stream": []}',
     "an id that is a list": b'{"model": "simulated", "session_id": []}',
     "an id with a line end": b'{"model": "simulated", "session_id": "a\\r\\nb"}',
 }
