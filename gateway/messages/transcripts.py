@@ -182,7 +182,7 @@ def prompt_of(body: Mapping[str, Any]) -> object:
 
     A list of one prompt is that prompt.
     """
-    if "messages" in body or "input" in body:
+    if conversation_of(body) is not None:
         return None
     prompt = next((body[name] for name in _PROMPTS if body.get(name) is not None), None)
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):

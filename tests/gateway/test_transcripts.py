@@ -255,3 +255,4 @@ def test_the_prompt_is_found_under_each_routes_field(name: str) -> None:
     assert prompt_of({name: [[1, 2]]}) == [1, 2] and prompt_of({name: ["q"]}) == "q", "a list of one"
     assert prompt_of({name: [[1], [2]]}) == [[1], [2]] and prompt_of({name: [1]}) == [1]
     assert prompt_of({name: [1, 2], "messages": []}) is None and prompt_of({name: [1, 2], "input": "q"}) is None
+    assert prompt_of({name: [1, 2], "messages": None, "input": None}) == [1, 2], "as clients send fields that are unset"
