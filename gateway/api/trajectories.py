@@ -285,8 +285,10 @@ def add_trajectories(app: FastAPI) -> None:
     async def release_program(trajectories: _Here, body: dict[str, Any]) -> dict[str, Any]:
         """Like `finish`, in the form that ThunderAgent's clients use: `{"program_id": ...}`."""
         program_id = body.get("program_id")
+        if isinstance(program_id, int) and not isinstance(program_id, bool):
+            program_id = str(program_id)  # as the requests of its turns are read
         if not isinstance(program_id, str):
-            raise bad_request("'program_id' must be a string.", "program_id")
+            raise bad_request("'program_id' must be a string or an integer.", "program_id")
         return await trajectories.close(program_id, abort=False)
 
     @app.get("/v1/rollouts/{rollout_id:path}", tags=["trajectories"])

@@ -140,6 +140,15 @@ async def test_a_trajectory_can_be_finished_in_three_forms(site: Site, form: str
     assert (await finish("nope")).status_code == 404
 
 
+async def test_a_program_whose_id_is_a_number_is_released_by_that(site: Site) -> None:
+    """Requests may name it so, too. What is no id is refused."""
+    await site.chat(program_id=7)
+    answer = await site.client.post("/programs/release", json={"program_id": 7})
+    assert (answer.status_code, answer.json()) == (200, answer.json() | {"id": "7", "state": "finished"})
+    for wrong in (None, True, 7.5, ["7"], {}):
+        assert (await site.client.post("/programs/release", json={"program_id": wrong})).status_code == 400
+
+
 async def test_a_trajectory_with_a_slash_in_its_id_can_be_finished(site: Site) -> None:
     """Ids such as `task/7` are common; escaped in the path, they work on every route here."""
     await site.chat(headers={"x-trajectory-id": "task/7"})
