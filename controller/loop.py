@@ -295,6 +295,9 @@ class Controller:
         )
         if not any(isinstance(step, Launch) for step in (*steps, *(step for step, _ in self._tasks.values()))):
             self._clear("launch_hindered")
+        if not steps and not self._tasks:
+            self._clear("gateway_refused")
+            self._clear("step_failed")
         for step in steps:
             if step.server_id not in self._tasks:
                 self._tasks[step.server_id] = step, asyncio.create_task(self._perform(step), name=str(step))

@@ -168,6 +168,18 @@ async def test_a_refused_step_is_not_tried_again_before_the_next_look(tmp_path: 
             assert (tmp_path / "journal.jsonl").read_text().count('"step": "Register"') == 1
 
 
+async def test_the_alarm_of_a_refused_step_ends_once_no_step_is_left(tmp_path: Path) -> None:
+    """Somebody took the step by hand: there is nothing more that the gateway could grant."""
+    async with running_gateway(observe_interval_s=0.1) as gateway, httpx.AsyncClient(base_url=gateway.url) as client:
+        fleet = fleet_file(tmp_path, gateway.url, first=(2,), admin_key="not-the-key")
+        async with stopped_at_the_end(fleet), acting(fleet) as made:
+            await until(lambda: "gateway_refused" in made.alarms, lambda: made.alarms)
+            [server] = made.servers
+            added = await client.post("/v1/engines", json={"url": server.url, "tp": 2}, headers=ADMIN)
+            assert added.status_code == 201, added.text
+            await until(lambda: "gateway_refused" not in made.alarms, lambda: made.alarms)
+
+
 async def test_an_engine_that_dies_while_it_serves_is_replaced(tmp_path: Path) -> None:
     """The replacement is on the same device, under another id; the gateway forgets the dead engine."""
     async with running_gateway(observe_interval_s=0.1) as gateway:
