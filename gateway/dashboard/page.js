@@ -50,8 +50,9 @@ async function keepFresh() {
 const count = (number) => (number ?? 0).toLocaleString("en");
 
 function short(number) {
+  const rounded = Number(number.toPrecision(3)); // 999,700 is 1.00 M
   for (const [size, unit] of [[1e9, "G"], [1e6, "M"], [1e4, "K"]])
-    if (number >= size) return `${(number / (unit === "K" ? 1e3 : size)).toPrecision(3)} ${unit}`;
+    if (rounded >= size) return `${(rounded / (unit === "K" ? 1e3 : size)).toPrecision(3)} ${unit}`;
   return count(Math.round(number));
 }
 

@@ -34,6 +34,7 @@ async def test_a_person_reads_the_dashboard(node_clients: Path, link: str) -> No
     """
     async with running_site(toy(), api_keys=[KEY]) as site:
         site.client.headers["authorization"] = f"Bearer {KEY}"
+        await site.client.post("/v1/trajectories", json={"id": "one", "expected_output_tokens": 999_704})
         for name in ("one", EVIL):
             answer = await site.chat(headers={"x-trajectory-id": name, "x-rollout-id": "<b>step</b>"})
             assert answer.status_code == 200, answer.text
@@ -57,6 +58,7 @@ async def test_a_person_reads_the_dashboard(node_clients: Path, link: str) -> No
     ]
     assert seen["engines"][0][:5] == [engine_id, "ready", "1", "0 of 8", "2"]
     assert {row[0] for row in seen["longest"]} == {"one", EVIL}
+    assert next(row[7] for row in seen["longest"] if row[0] == "one") == "1.00 M", "999,700 tokens to come"
     assert all(row[1:5] == ["<b>step</b>", "in a tool call", engine_id, "1"] for row in seen["longest"])
     assert seen["one"]["about"].startswith("active, rollout <b>step</b>, home ")
     assert seen["one"]["turns"][0][:3] == ["1", "finished", engine_id]
