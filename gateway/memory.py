@@ -90,7 +90,7 @@ class Memory:
     async def watch_store(self) -> None:
         """Log when puts stop reaching the store, when they reach it again, and that it lost something; count then what
         it still has. Until cancelled."""
-        was_ok, num_losses = True, 0
+        was_ok, num_losses, num_counted = True, 0, 0
         while True:
             health = self.store.health()
             if health.ok is not was_ok:
@@ -102,8 +102,10 @@ class Memory:
                 LOGGER.warning(
                     "store lacked data", extra={"fields": {"detail": health.detail, "num_losses": num_losses}}
                 )
-                with contextlib.suppress(StoreError):  # it is away again
+            if num_counted < num_losses:
+                with contextlib.suppress(StoreError):  # it is away again, or everything is still put
                     await self.book.recount()
+                    num_counted = num_losses
             await asyncio.sleep(_STORE_LOOK_S)
 
 

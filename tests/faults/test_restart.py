@@ -21,6 +21,7 @@ from store import StoreSettings, open_store
 from tests.faults.asking import ask, body_of, nothing_is_pending
 from tests.faults.gateway_process import GatewayProcess, gateway_process
 from tests.support.gateway import eventually, running_gateway
+from tests.support.redis_proxy import proxy_to
 from tests.support.redis_server import RedisServer
 from workloads.trajectories import Trajectory, Turn, Workload
 
@@ -304,12 +305,15 @@ async def test_a_store_that_lost_its_data_is_reported(
     assert caplog.messages.count("store lacked data") == 1
 
 
-async def test_tokens_that_a_store_lost_do_not_count_as_kept(redis_server: RedisServer) -> None:
+@pytest.mark.parametrize("num_lost", [0, 1], ids=["", "asked for what is left, the store is away once more"])
+async def test_tokens_that_a_store_lost_do_not_count_as_kept(redis_server: RedisServer, num_lost: int) -> None:
     """Health went on to show them as stored. Those of the trajectory used last are in memory, and are put again."""
-    settings = {"store": redis_server.url(12), "token_legs": "auto", "max_token_memory_bytes": 0}
+    database = 10 if num_lost else 12
+    settings = {"token_legs": "auto", "max_token_memory_bytes": 0}
     async with (
+        proxy_to(redis_server.port) as proxy,
         serve_engine(SimulatedEngineSettings(speed_up=100)) as engine,
-        running_gateway(engine, **settings) as gateway,
+        running_gateway(engine, store=f"redis://127.0.0.1:{proxy.port}/{database}", **settings) as gateway,
         httpx.AsyncClient(base_url=gateway.url) as client,
     ):
 
@@ -324,7 +328,8 @@ async def test_tokens_that_a_store_lost_do_not_count_as_kept(redis_server: Redis
             assert (await client.post(f"/t/{name}/v1/chat/completions", json=body)).status_code == 200
         before = await tokens()
         assert before["num_trajectories"] == 2
-        with Redis(port=redis_server.port, db=12) as redis:
+        proxy.num_questions_to_lose, proxy.lost_words = num_lost, b"HGETALL"
+        with Redis(port=redis_server.port, db=database) as redis:
             redis.flushdb()
         await eventually(is_recounted)
         assert 0 < (await tokens())["stored_bytes"] < before["stored_bytes"]
