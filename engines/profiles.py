@@ -41,7 +41,7 @@ def load_profile(name: str) -> EngineProfile:
         ValueError: there is no such profile or file, or the file is malformed; the message names the nearest ones.
     """
     path, separator, in_file = name.rpartition(":")
-    if separator and path.endswith(".toml"):
+    if separator:
         profiles = _read_file(Path(path))
         wanted = in_file
     else:

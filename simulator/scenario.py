@@ -35,12 +35,11 @@ from simulator.conditions import Conditions, Faults, Reshape, Transfer
 from simulator.tables import from_table
 from workloads.laws import draw, law_named
 from workloads.traces import load_trace
-from workloads.trajectories import Workload
+from workloads.trajectories import MAX_SCALE, Workload
 
 # Offset of the seeds of earlier rollouts; no scenario uses such seeds.
 _OTHER_SEEDS = 1_000_000
 # Larger values are a slip, not a workload.
-_MAX_SCALE = 1e6
 _MAX_PREAMBLE_TOKENS = 1_000_000
 _MAX_ENGINES = 100_000
 # The JSON of a run has its seed, in 64 bits.
@@ -79,8 +78,8 @@ class WorkloadSettings:
         assert self.law is None or self.trace is None, "a law or a trace, not both"
         assert self.trajectories is None or self.trajectories > 0, "trajectories: at least 1"
         assert self.law is None or self.trajectories, "a law needs a number of trajectories"
-        assert 0 < self.scale <= _MAX_SCALE, "scale: above 0, a million at most"
-        assert self.tool_scale is None or 0 <= self.tool_scale <= _MAX_SCALE, "tool_scale: from 0, a million at most"
+        assert 0 < self.scale <= MAX_SCALE, "scale: above 0, a million at most"
+        assert self.tool_scale is None or 0 <= self.tool_scale <= MAX_SCALE, "tool_scale: from 0, a million at most"
         assert self.max_tool_s is None or self.max_tool_s >= 0, "max_tool_s: from 0"
         for least in (self.max_context_tokens, self.max_turns):
             assert least is None or least > 0, "max_context_tokens and max_turns: at least 1"

@@ -15,6 +15,8 @@ from functools import cached_property
 # A chat template writes role marks around every message, which lengths here do not include. ChatML, the form of Qwen's
 # templates, writes 5 tokens per message and 3 to begin an answer, and a turn adds two messages; the rest is a margin.
 TEMPLATE_TOKENS_PER_TURN = 20
+# Larger factors of lengths and tool times are a slip, not a workload; some overflow.
+MAX_SCALE = 1e6
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +125,15 @@ class Workload:
         return {group_id: tuple(siblings) for group_id, siblings in members.items()}
 
     def scaled(self, *, prompts: float = 1.0, outputs: float = 1.0, tools: float = 1.0) -> Workload:
-        """Every trajectory multiplied by the same factors, so orders and tails stay, except for rounding."""
+        """Every trajectory multiplied by the same factors, so orders and tails stay, except for rounding.
+
+        Raises:
+            ValueError: If a factor is above `MAX_SCALE`.
+        """
         if prompts == outputs == tools == 1.0:
             return self  # a copy of a large trace takes seconds, and its memory once more
+        if (largest := max(prompts, outputs, tools)) > MAX_SCALE:
+            raise ValueError(f"lengths and tool times can be multiplied by a million at most, not by {largest:g}")
         return self._with(t.scaled(prompts=prompts, outputs=outputs, tools=tools) for t in self.trajectories)
 
     def with_max_turns(self, max_turns: int) -> Workload:

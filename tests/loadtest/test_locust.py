@@ -145,6 +145,7 @@ async def test_a_shape_refuses_workers() -> None:
         (("--law", "cooking"), b"no law 'cooking'"),
         (("--tool-speed-up", "0"), b"loadtest: --tool-speed-up must be a number above 0"),
         (("--scale", "-1"), b"loadtest: --scale must be"),
+        (("--scale", "1e308"), b"loadtest: lengths and tool times can be multiplied by a million at most"),
         (("--agents", "0"), b"loadtest: --agents must be"),
         (("--shape", "ramp", "--ramp-s", "0"), b"loadtest: --ramp-s must be"),
     ],
