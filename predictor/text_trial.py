@@ -1,7 +1,8 @@
 """Whether a text predictor is worth having: trained on most groups, judged on the others beside the tabular
 predictor."""
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -51,42 +52,44 @@ def beside_tabular(examples: Sequence[TextExample]) -> list[TextExample]:
     """
     if all(example.base_tokens > 0 for example in examples):
         return list(examples)
+    trajectories = _trajectories(examples)
     told: dict[int, TextExample] = {}
     for fold in range(NUM_FOLDS):
         predictor = TabularPredictor()
-        for numbers in _trajectories(examples):
+        for name, numbers in trajectories.items():
             if _fold(examples[numbers[0]]) == fold:
                 continue
             for number in numbers:
-                predictor.predict(_progress(examples[number]))
+                predictor.predict(_progress(name, examples[number]))
             last = examples[numbers[-1]]
-            predictor.ended(replace(_progress(last), output_tokens=last.total_tokens))
-        for numbers in _trajectories(examples):
+            predictor.ended(replace(_progress(name, last), output_tokens=last.total_tokens))
+        for name, numbers in trajectories.items():
             if _fold(examples[numbers[0]]) != fold:
                 continue
             for number in numbers:
-                said = predictor.predict(_progress(examples[number])).total_tokens
+                said = predictor.predict(_progress(name, examples[number])).total_tokens
                 told[number] = replace(examples[number], base_tokens=said)
-            predictor.dropped(_name(examples[numbers[0]]))
+            predictor.dropped(name)
     return [told[number] for number in range(len(examples))]
 
 
-def _trajectories(examples: Sequence[TextExample]) -> Iterator[list[int]]:
-    """The positions of each trajectory's examples, early turns first."""
+def _trajectories(examples: Sequence[TextExample]) -> dict[str, list[int]]:
+    """The positions of each trajectory's examples by a name for it, early turns first.
+
+    Siblings differ in their total. Those of the same total, as at a limit of tokens, are told apart by the order of
+    their examples: no trajectory has two of one turn.
+    """
     found: dict[str, list[int]] = {}
+    seen: Counter[tuple[str, int, int]] = Counter()
     for number, example in enumerate(examples):
-        found.setdefault(_name(example), []).append(number)
-    for numbers in found.values():
-        yield sorted(numbers, key=lambda number: examples[number].num_turns)
+        turn = example.group_id, example.total_tokens, example.num_turns
+        found.setdefault(f"{example.group_id}/{example.total_tokens}/{seen[turn]}", []).append(number)
+        seen[turn] += 1
+    return {name: sorted(numbers, key=lambda number: examples[number].num_turns) for name, numbers in found.items()}
 
 
-def _name(example: TextExample) -> str:
-    """A name for the trajectory: siblings differ in their total."""
-    return f"{example.group_id}/{example.total_tokens}"
-
-
-def _progress(example: TextExample) -> Progress:
-    return Progress(_name(example), example.group_id, output_tokens=example.output_tokens, num_turns=example.num_turns)
+def _progress(name: str, example: TextExample) -> Progress:
+    return Progress(name, example.group_id, output_tokens=example.output_tokens, num_turns=example.num_turns)
 
 
 def _fold(example: TextExample) -> int:

@@ -225,6 +225,23 @@ def test_an_examples_tabular_prediction_ignores_its_own_group() -> None:
     assert any(was != now for group_id, was, now in totals if group_id != own)
 
 
+def test_siblings_of_equal_length_count_one_by_one() -> None:
+    """Of each prompt, 15 of 16 agents reach the limit of tokens. They counted as one, so half of all seemed short: the
+    prediction was two fifths lower than where the same lengths differ by a token.
+    """
+    at_limit, nearly = (
+        [
+            TextExample(f"task {group}", f"g{group}", made, turns, 4_000 + step * member if member else 100)
+            for group in range(40)
+            for member in range(16)
+            for turns, made in enumerate((0, 50))
+        ]
+        for step in (0, 1)
+    )
+    predictions = [beside_tabular(examples)[0].base_tokens for examples in (at_limit, nearly)]
+    assert predictions[0] == pytest.approx(predictions[1], rel=0.02)
+
+
 def test_a_recorded_prediction_is_kept() -> None:
     """A gateway's own predictor knew the siblings, which is better than any prediction computed afterwards."""
     examples = [replace(one, base_tokens=77.0) for one in corpus(8, has_signal=True, seed=3)]
