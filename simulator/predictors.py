@@ -50,7 +50,8 @@ class Noisy(Oracle):
 
     The log of the remaining output is observed through normal noise, with a spread such that truth and observation
     correlate by `correlation`. The prediction is the mean of the truth given the observation, so it is calibrated and
-    shrunk towards the mean of all. A trajectory's noise carries over from turn to turn (autoregressive, 0.7).
+    shrunk towards the mean of all. A trajectory's noise carries over from turn to turn (autoregressive, 0.7). That of a
+    turn depends on nothing else, so policies are compared with the same errors.
 
     Args:
         correlation: log-Pearson of observed and true remaining work, from `LEAST_CORRELATION` to 1.
@@ -63,14 +64,14 @@ class Noisy(Oracle):
         self._mean, self._variance = fmean(logs), max(pvariance(logs), 1e-9)
         self._correlation = correlation
         self._max_tokens = max(self._totals.values())
-        self._dice = random.Random(f"noise/{seed}")
-        self._noise: dict[str, float] = {}
+        self._seed = seed
+        self._noise: dict[str, list[float]] = {}
 
     def predict(self, progress: Progress) -> Prediction:
         """The output already made, plus the expected remaining output given the observation."""
         share = self._correlation**2  # of the variance that is explained
         remaining = max(self._totals[progress.trajectory_id] - progress.output_tokens, 1.0)
-        noise = self._next_noise(progress.trajectory_id)
+        noise = self._noise_at(progress.trajectory_id, progress.num_turns)
         seen = math.log(remaining) + noise * math.sqrt(self._variance * (1 / share - 1))
         mean = self._mean + share * (seen - self._mean)
         spread = math.sqrt(self._variance * (1 - share))
@@ -78,9 +79,10 @@ class Noisy(Oracle):
         total = min(made + math.exp(mean + spread**2 / 2), most)
         return Prediction(total, max(total, min(made + math.exp(mean + _P90 * spread), most)))
 
-    def _next_noise(self, trajectory_id: str) -> float:
-        fresh = self._dice.gauss(0.0, 1.0)
-        before = self._noise.get(trajectory_id)
-        noise = fresh if before is None else MEMORY_OF_NOISE * before + math.sqrt(1 - MEMORY_OF_NOISE**2) * fresh
-        self._noise[trajectory_id] = noise
-        return noise
+    def _noise_at(self, trajectory_id: str, turn: int) -> float:
+        noise = self._noise.setdefault(trajectory_id, [])
+        while len(noise) <= turn:
+            fresh = random.Random(f"noise/{self._seed}/{trajectory_id}/{len(noise)}").gauss(0.0, 1.0)
+            new = math.sqrt(1 - MEMORY_OF_NOISE**2) * fresh
+            noise.append(MEMORY_OF_NOISE * noise[-1] + new if noise else fresh)
+        return noise[turn]
