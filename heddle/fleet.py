@@ -66,6 +66,8 @@ def _asked(parsed: argparse.Namespace) -> Any:
         raise ValueError("--plans goes with scale")
     if parsed.empty and parsed.what not in ("scale", "plan"):
         raise ValueError("--empty goes with scale")
+    if parsed.empty and not parsed.of:
+        raise ValueError(f"--empty needs a fleet without engines: `heddle fleet {parsed.what} 0xTP1 --empty`")
     match parsed.what:
         case "show" if parsed.of:
             raise ValueError(f"show takes no arguments, such as {parsed.of[0]!r}")

@@ -90,6 +90,8 @@ WRONG = [
     (("fleet", "scale", "2xTP1", "--json", "2xTP0"), "'2xTP0' is not COUNTxTP"),
     (("fleet", "scale", "--emtpy", "0xTP1"), "unknown argument '--emtpy'"),
     (("fleet", "show", "--plans"), "--plans goes with scale"),
+    (("fleet", "plan", "--empty"), "`heddle fleet plan 0xTP1 --empty`"),
+    (("fleet", "scale", "--plans", "--empty"), "`heddle fleet scale 0xTP1 --empty`"),
     (("fleet", "drain", "--empty", "server"), "--empty goes with scale"),
     (("controller", "--fleet", "fleet.toml"), "fleet.toml"),
 ]
