@@ -184,12 +184,12 @@ def ray_launcher(fleet: object, options: Mapping[str, Any]) -> Launcher:
     """The launcher of a fleet file with launcher = "ray"; the options are RayLauncher's arguments.
 
     Raises:
-        ValueError: there is no Ray cluster at the address.
+        ValueError: there is no Ray cluster at the address, or it runs another version of Ray or Python.
     """
     try:
         return RayLauncher(**options)
-    except ConnectionError as error:
-        raise ValueError(str(error)) from None
+    except (ConnectionError, RuntimeError) as error:
+        raise ValueError(" ".join(str(error).split())) from None  # Ray's words have several lines
 
 
 def _servers(all_of: Sequence[Records]) -> list[Server]:

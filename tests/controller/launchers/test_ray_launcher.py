@@ -151,6 +151,28 @@ async def test_a_server_whose_actor_was_killed_has_ended(site: Site) -> None:
     await site.answer(successor.server_id)
 
 
+async def test_a_cluster_of_another_version_is_refused_with_one_line(site: Site, cluster: Any, tmp_path: Path) -> None:
+    """It names both versions. The controller ended with a traceback."""
+    from ray.experimental import internal_kv
+
+    key, namespace = b"CLUSTER_METADATA", b"cluster"  # where Ray's head keeps its version
+    written = internal_kv._internal_kv_get(key, namespace=namespace)
+    other = written.replace(ray.__version__.encode(), b"2.9.0")
+    fleet = tmp_path / "fleet.toml"
+    options = f'launcher = "ray"\nlauncher_options = {{ address = "{cluster.address}" }}'
+    fleet.write_text(f'fleet = "f"\nmodel = "m"\n{options}\n')
+    command = (sys.executable, "-m", "heddle", "controller", "--fleet", str(fleet), "--dry-run")
+    internal_kv._internal_kv_put(key, other, True, namespace=namespace)
+    try:
+        controller = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
+        _, said = await controller.communicate()
+    finally:
+        internal_kv._internal_kv_put(key, written, True, namespace=namespace)
+    last = said.decode().splitlines()[-1]
+    assert (controller.returncode, b"Traceback" in said) == (2, False)
+    assert last.startswith("heddle controller: launcher ray: Version mismatch") and "2.9.0" in last, said
+
+
 async def test_the_fleet_can_be_observed_while_a_server_ends(site: Site) -> None:
     """Its stop kept one of few threads until then, and the look waited for that."""
     spec = site.spec(STUBBORN)
