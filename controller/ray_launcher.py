@@ -178,6 +178,7 @@ class RayLauncher:
                 if records.read("exit") is None:
                     raise
                 return  # It has already ended, and recorded why.
+        records.write_once("launched", at=time.time())
 
 
 def ray_launcher(fleet: object, options: Mapping[str, Any]) -> Launcher:
@@ -197,16 +198,22 @@ def _servers(all_of: Sequence[Records]) -> list[Server]:
     nodes = {node["NodeID"]: node for node in ray.nodes()}
     written = [(records, asked) for records in all_of if (asked := records.read("server"))]
     written.sort(key=lambda pair: pair[1]["at"])
-    keepers = {records: _keeper(records.server_id) for records, _ in written if records.read("exit") is None}
-    lines = _last_lines({records: keeper for records, keeper in keepers.items() if keeper is not None})
-    return [_server(records, asked, keepers.get(records), lines.get(records, ()), nodes) for records, asked in written]
+    keepers = {records: _keepers(records, asked) for records, asked in written if records.read("exit") is None}
+    lines = _last_lines({records: of_nodes[0] for records, of_nodes in keepers.items() if of_nodes[0] is not None})
+    return [
+        _server(records, asked, keepers.get(records, ()), lines.get(records, ()), nodes) for records, asked in written
+    ]
 
 
 def _server(
-    records: Records, asked: dict[str, Any], keeper: Any, last_lines: tuple[str, ...], nodes: Mapping[str, Any]
+    records: Records,
+    asked: dict[str, Any],
+    keepers: Sequence[Any],
+    last_lines: tuple[str, ...],
+    nodes: Mapping[str, Any],
 ) -> Server:
     spec = loaded_spec(asked["spec"])
-    # Read after the keeper was looked up: if it is gone by now, it has left its last record.
+    # Read after the keepers were looked up: if one is gone by now, it has left its last record.
     process, ended = records.read("process") or {}, records.read("exit")
     state, cause = ServerState.RUNNING if process else ServerState.STARTING, ""
     if ended is not None:
@@ -214,9 +221,15 @@ def _server(
     elif lost := [node_id for node_id in asked["node_ids"] if not nodes.get(node_id, {}).get("Alive")]:
         why = nodes.get(lost[0], {}).get("DeathReasonMessage") or "Ray has forgotten it"
         state, cause = ServerState.EXITED, f"its node {lost[0]} is lost: {why}"
-    elif process and keeper is None:
+    elif process and any(keeper is None for keeper in keepers):
         state, cause = ServerState.EXITED, "its Ray actor died, and took it along"
     return Server(spec, state, process.get("url"), cause, last_lines)
+
+
+def _keepers(records: Records, asked: dict[str, Any]) -> list[Any]:
+    """That of each node, the first one's first; None for one that is gone. During its launch, only the first counts."""
+    num_nodes = len(asked["node_ids"]) if records.read("launched") else 1
+    return [_keeper(records.server_id, rank) for rank in range(num_nodes)]
 
 
 def _last_lines(keepers: Mapping[Records, Any]) -> dict[Records, tuple[str, ...]]:
@@ -238,7 +251,7 @@ def _stop(server_id: str, grace_s: float) -> None:
     for records in all_records():
         if records.server_id != server_id or (asked := records.read("server")) is None:
             continue
-        records.write_once("stop")
+        records.write_once("stop", at=time.time())
         keepers = [_keeper(server_id, rank) for rank in range(len(asked["node_ids"]))]
         stopping = [keeper.stop.remote(grace_s) for keeper in keepers if keeper is not None]
         if stopping:

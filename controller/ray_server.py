@@ -63,7 +63,9 @@ os.killpg(0, signal.SIGKILL)
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """The records of one server. Kinds: "server" (requested), "process" (started), "stop" (requested), "exit"."""
+    """The records of one server. Kinds: "server" (requested), "process" (started), "launched" (on each node), "stop"
+    (requested), "exit".
+    """
 
     fleet_id: str
     server_id: str
@@ -79,7 +81,7 @@ class Records:
 
     def erase(self) -> None:
         """Forget the server."""
-        for kind in ("process", "exit", "stop", "server"):
+        for kind in ("process", "launched", "exit", "stop", "server"):
             internal_kv._internal_kv_del(self._key(kind), namespace=NAMESPACE)
 
     def _key(self, kind: str) -> str:

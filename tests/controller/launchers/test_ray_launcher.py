@@ -111,6 +111,24 @@ async def test_a_server_over_two_nodes_ends_when_one_part_does(site: Site, clust
         await site.launcher.launch(site.spec(SERVE, device))
 
 
+async def test_a_server_whose_actor_on_a_later_node_was_killed_has_ended(
+    site: Site, cluster: Any, tmp_path: Path
+) -> None:
+    """Its part there died with the actor. The rest went on, and counted as a server that runs."""
+    from controller.ray_launcher import RayLauncher
+
+    _, left, right, _ = site.launcher.inventory()
+    wide = RayLauncher(cluster.address, across_nodes=True, log_dir=str(tmp_path))
+    spec = site.spec(SERVE, left, right)
+    await wide.launch(spec)
+    pid = (await site.answer(spec.server_id))["pid"]
+    ray.kill(ray.get_actor(f"{spec.server_id}#1", "heddle"))
+    ended = await site.until(spec.server_id, lambda server: server.state is ServerState.EXITED)
+    assert "actor died" in ended.exit_cause
+    await site.launcher.launch(site.spec(SERVE, left))
+    await until(lambda: not Path(f"/proc/{pid}").exists())
+
+
 LAUNCH = """
 import asyncio, os, signal, sys
 from controller.launcher import ServerSpec
@@ -149,6 +167,16 @@ async def test_a_server_whose_actor_was_killed_has_ended(site: Site) -> None:
     successor = site.spec()
     await site.launcher.launch(successor)
     await site.answer(successor.server_id)
+
+
+async def test_a_server_that_was_stopped_says_so(site: Site) -> None:
+    """As on one machine. Its exit cause was the signal that the launcher itself had sent."""
+    spec = site.spec()
+    await site.launcher.launch(spec)
+    await site.answer(spec.server_id)
+    await site.launcher.stop(spec.server_id, 10.0)
+    ended = await site.until(spec.server_id, lambda server: server.state is ServerState.EXITED)
+    assert ended.exit_cause == "stopped"
 
 
 async def test_a_cluster_of_another_version_is_refused_with_one_line(site: Site, cluster: Any, tmp_path: Path) -> None:
