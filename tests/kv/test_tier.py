@@ -2,6 +2,7 @@
 missing, and that is counted."""
 
 import random
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from engines.kv_connectors import KvWays, kv_transfer_config, nixl_connector, tier_connector, ways_told
 from engines.simulated.settings import SimulatedEngineSettings
-from tests.kv.kv_fleet import Fleet, engine, first_messages, running_fleet, undisturbed_answers
+from tests.kv.kv_fleet import Fleet, engine, first_messages, id_of, running_fleet, undisturbed_answers
 from tests.support.gateway import ADMIN, eventually
 
 TOKEN_LEGS = pytest.mark.parametrize("token_legs", ["off", "auto"])
@@ -191,3 +192,15 @@ async def test_kv_that_was_fetched_before_a_turn_is_not_counted_as_loaded(tmp_pa
         await fleet.act((await fleet.last("t"))["engine"], "cordon")
         await fleet.turn("t", messages)
         assert await fleet.moves() == {"fetched": 1} and (await fleet.last("t"))["kv_by"] == "fetched"
+
+
+async def test_kv_that_was_prefilled_at_a_home_with_a_tier_is_loaded_from_there(tmp_path: Path) -> None:
+    """The trajectory moves twice in one tool call: from a home without a tier to one whose tier the third shares."""
+    async with running_fleet(engine(kv_transfer=False), tiered(tmp_path), tiered(tmp_path)) as fleet:
+        messages = await fleet.begin_at_first()
+        for home, target in pairwise(map(id_of, fleet.urls)):
+            await fleet.act(target, "uncordon")
+            await fleet.act(home, "evacuate")
+        assert await fleet.moves() == {"prefilled": 1, "loaded": 1}
+        await fleet.turn("t", messages)
+        assert (await fleet.last("t"))["kv_by"] == "loaded" and await fleet.cached_share("t") >= 0.9
