@@ -2,6 +2,7 @@
 error."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -481,11 +482,13 @@ async def test_a_turn_between_two_legs_is_shown_as_waiting(client: httpx.AsyncCl
             return await live() == [(state, 1)] and waiting == num_waiting
 
         await eventually(lambda: shows("running", 0))
+        reset_at = time.monotonic()
         may_reset.set()
         await eventually(lambda: shows("waiting", 1))
 
         async def has_waited() -> bool:
             (turn,) = (await client.get(gateway.url + "/v1/trajectories/mine")).json()["live_turns"]
+            assert turn["waited_s"] < time.monotonic() - reset_at, "it does not wait while a leg runs"
             return float(turn["waited_s"]) > 0.5
 
         await eventually(has_waited)  # for the leg to come; it was what it had waited for its first one
@@ -503,7 +506,11 @@ async def test_sglang_is_told_to_abort_the_leg_that_it_runs(client: httpx.AsyncC
         recorded_engine(settings) as two,
         running_gateway(one.url, two.url, turn_timeout_s=1.0, retry_pause_s=0.1) as gateway,
     ):
-        assert (await ask(client, gateway.url, "chat", body_of("chat"))).is_finished("chat")
+        reply = await ask(client, gateway.url, "chat", body_of("chat"))
+        assert reply.is_finished("chat")
+        shown = (await client.get(f"{gateway.url}/v1/trajectories/{reply.headers['x-trajectory-id']}")).json()
+        (row,) = shown["turns"]
+        assert row["ended_at"] - row["dispatched_at"] > 1.0, "the first leg is the one that the turn waited for"
         for engine in (one, two):
             await eventually(lambda engine=engine: "/abort_request" in [asked.path for asked in engine.seen])
             hung, *_ = [asked.json["rid"] for asked in engine.seen if asked.path == PATHS["chat"]]

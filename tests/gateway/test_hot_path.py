@@ -75,6 +75,7 @@ CASES = (
     Case("not HTTP", (b"SSH-2.0\r\n",), True, is_hot=False),
     Case("a count of 5,000 digits", (whole(reporting_tokens(b"2" * 5_000)),)),
     Case("a count of 64 bits", (whole(reporting_tokens(b"%d" % (2**64 - 1))),)),
+    Case("a prompt of no tokens", (whole(CHAT.replace(b'"prompt_tokens":9', b'"prompt_tokens":0')),)),
     Case("a negative count", (whole(reporting_tokens(b"-5")),)),
     Case("too deep to be written as JSON", (whole(DEEP),), is_hot=False),
     Case("above the high-water mark", (whole(CHAT.replace(b"hi", b"h" * 400_000)),), is_hot=False),
@@ -158,6 +159,14 @@ async def trace_of(case: Case, home: Path, is_together: bool) -> Trace:
         counts={name: float(count) for name, count in re.findall(COUNT, page, re.M)},
         events=[timeless(event) for line in lines if (event := orjson.loads(line)).get("type") in OF_TURNS],
     )
+
+
+async def test_without_usage_the_tokens_of_a_stream_are_its_events(tmp_path: Path) -> None:
+    """The scheduler and the predictor would otherwise take the turn for one that made nothing."""
+    (case,) = (case for case in CASES if case.name == "stream without usage")
+    trace = await trace_of(case, tmp_path, is_together=True)
+    (finished,) = (event for event in trace.events if event["type"] == "TurnFinished")
+    assert finished["output_tokens"] == trace.turns[0]["output_tokens"] == 4
 
 
 @pytest.mark.parametrize("is_together", [True, False], ids=["hot", "cold"])
