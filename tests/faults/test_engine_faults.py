@@ -30,7 +30,7 @@ from tests.faults.raw_engine import (
     writes,
 )
 from tests.support.engine import Asked, Script, recorded_engine
-from tests.support.gateway import eventually, running_gateway
+from tests.support.gateway import ADMIN, eventually, running_gateway
 from tests.support.rounds import play_rounds
 
 HALF = b'HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 900\r\n\r\n{"choices": [{"in'
@@ -317,6 +317,23 @@ async def test_engines_that_may_be_alive_are_not_blamed_on_the_turn(client: http
         reply = await ask(client, gateway.url, "chat", body_of("chat"))
         assert reply.is_finished("chat"), reply
         assert [len(engine.posts) for engine in engines] == [1, 1, 1]
+
+
+async def test_engines_that_are_removed_are_not_blamed_on_the_turn(client: httpx.AsyncClient) -> None:
+    """A fleet that shrinks twice under a long turn has killed nothing."""
+    async with AsyncExitStack() as stack:
+        engines = [await stack.enter_async_context(raw_engine(hangs)) for _ in range(3)]
+        gateway = await stack.enter_async_context(running_gateway(*[one.url for one in engines]))
+        pending = asyncio.create_task(ask(client, gateway.url, "chat", body_of("chat")))
+        for _ in range(2):
+            await eventually(lambda: any(engine.posts for engine in engines))
+            (asked,) = (engine for engine in engines if engine.posts)
+            engines.remove(asked)
+            if len(engines) == 1:
+                engines[0].answer = writes(whole(FINISHED + b"}"))
+            url = f"{gateway.url}/v1/engines/{asked.url.removeprefix('http://')}"
+            assert (await client.delete(url, headers=ADMIN)).status_code == 200
+        assert (await pending).is_finished("chat")
 
 
 async def test_engines_that_die_after_tokens_are_not_blamed_on_the_turn(client: httpx.AsyncClient) -> None:

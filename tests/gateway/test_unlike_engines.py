@@ -11,7 +11,7 @@ import pytest
 
 from engines.simulated.server import serve_engine
 from engines.simulated.settings import Fault, FaultKind, SimulatedEngineSettings
-from tests.support.gateway import REUSED_FOR, running_gateway
+from tests.support.gateway import ADMIN, REUSED_FOR, eventually, running_gateway
 
 CONTEXTS = {"large": 32_768, "middle": 8_192, "small": 4_096}
 
@@ -102,3 +102,27 @@ async def test_an_engine_that_fails_is_reported_before_one_that_lacks_the_route(
         async with unlike_engines(*engines) as (client, _):
             answer = await client.post("/v1/tokenize", json={"model": "simulated", "prompt": "Hello"})
             assert answer.status_code >= 500
+
+
+async def test_a_turn_that_ends_where_it_passes_through_keeps_no_tokens() -> None:
+    """What its first leg made, at an engine with token routes, belongs to another answer."""
+    dies = Fault("die", after_chunks=1, path="/inference")
+    lacks = Fault("html", path="/v1/completions/render")
+    settings = {"token_legs": "auto", "retry_pause_s": 600}
+    async with unlike_engines({"faults": (dies,)}, {"faults": (lacks,)}, **settings) as (client, [_, other]):
+        await client.post(f"/v1/engines/{other}/cordon", headers=ADMIN)
+        messages = [{"role": "user", "content": "Tell me about looms."}]
+        body = {"model": "simulated", "messages": messages, "max_tokens": 100, "ignore_eos": True}
+        pending = asyncio.create_task(client.post("/t/a/v1/chat/completions", json=body))
+
+        async def waits_again() -> bool:
+            live = (await client.get("/v1/trajectories/a")).json().get("live_turns", [])
+            return [(turn["state"], turn["legs"]) for turn in live] == [("waiting", 1)]
+
+        await eventually(waits_again)
+        await client.post(f"/v1/engines/{other}/uncordon", headers=ADMIN)
+        assert (await pending).json()["usage"]["completion_tokens"] == 100
+        (turn,) = (await client.get("/v1/trajectories/a")).json()["turns"]
+        assert (turn["engine"], turn["legs"], turn["tokens"]) == (other, 2, "none")
+        shown = (await client.get("/v1/trajectories/a/tokens")).json()
+        assert (shown["turns"], [one["why"] for one in shown["missing"]]) == ([], ["no_token_legs"])
