@@ -46,6 +46,25 @@ async def test_a_busy_engine_is_left_alone_at_token_level(client: httpx.AsyncCli
         assert asyncio.get_running_loop().time() - began_at > 2.9
 
 
+async def test_a_render_that_is_refused_for_now_is_asked_for_again(client: httpx.AsyncClient) -> None:
+    """With 429, as by a proxy before the engine. A turn that passed through would have no tokens for its trainer."""
+    render = "/v1/chat/completions/render"
+    async with (
+        recorded_engine(SimulatedEngineSettings(speed_up=200)) as engine,
+        running_gateway(engine.url, retry_pause_s=0, token_legs="auto") as gateway,
+    ):
+
+        async def refuse(_: Asked, write: Callable[[bytes], Awaitable[None]]) -> None:
+            del engine.scripts[render]
+            await write(b"{}")
+
+        engine.scripts[render] = Script(refuse, 429)
+        reply = await ask(client, gateway.url, "chat", body_of("chat"), {"x-trajectory-id": "mine"})
+        assert reply.is_finished("chat") and render not in engine.scripts
+        (turn,) = (await client.get(f"{gateway.url}/v1/trajectories/mine")).json()["turns"]
+        assert (turn["tokens"], turn["legs"]) == ("kept", 2)
+
+
 @pytest.mark.parametrize(
     "failure", [b"503 Service Unavailable", b"429 Too Many Requests", b"500 Internal Server Error"]
 )
