@@ -104,8 +104,11 @@ def test_the_code_is_a_string_or_null() -> None:
         engine_error(500, {"error": {"message": "x", "code": 500}}).code,
         engine_error(500, {"error": {"message": "x", "code": "cuda_error"}}).code,
         engine_error(500, {"error": {"message": "x", "code": ["?"]}}).code,
+        engine_error(500, {"error": {"message": "x", "code": "500"}}).code,
+        engine_error(413, {"error": {"message": message, "code": 413}}).code,
     ]
-    assert codes == ["context_length_exceeded", "model_not_found", None, "cuda_error", None]
+    words = ["context_length_exceeded", "model_not_found", None, "cuda_error", None, None, "context_length_exceeded"]
+    assert codes == words
 
 
 @pytest.mark.parametrize(

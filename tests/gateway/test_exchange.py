@@ -8,7 +8,7 @@ import pytest
 import pytest_asyncio
 
 from engines.simulated.server import serve_engine
-from engines.simulated.settings import SimulatedEngineSettings
+from engines.simulated.settings import Fault, SimulatedEngineSettings
 from gateway.server import Listening
 from tests.faults.asking import body_of
 from tests.support.gateway import eventually, running_gateway
@@ -89,11 +89,12 @@ async def test_a_connection_without_keep_alive_closes_after_its_answer(gateway: 
 
 
 async def test_a_stream_to_an_http_1_0_client_is_not_chunked(gateway: Listening) -> None:
-    """HTTP/1.0 has no chunks: the stream ends with its connection (RFC 9112, 6.1)."""
+    """HTTP/1.0 has no chunks: the stream ends with its connection (RFC 9112, 6.1), also if the client would keep it."""
     body = orjson.dumps(body_of("chat", True))
     async with asyncio.timeout(30):
         reader, writer = await connected(gateway)
-        writer.write(HEAD.replace(b"1.1", b"1.0") + b"content-length: %d\r\n\r\n%s" % (len(body), body))
+        head = HEAD.replace(b"1.1", b"1.0") + b"connection: keep-alive\r\n"
+        writer.write(head + b"content-length: %d\r\n\r\n%s" % (len(body), body))
         _, headers = await head_of(reader)
         assert headers[b"connection"] == b"close" and b"transfer-encoding" not in headers
         events = await reader.read()
@@ -136,15 +137,16 @@ async def test_a_client_that_leaves_while_pipelining_stops_its_running_turn(gate
 
 
 async def test_an_idle_connection_is_closed_after_its_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not between two turns of an agent, but some time after the last one."""
+    """Not between two turns of an agent, nor during one that takes longer, but some time after the last one."""
     monkeypatch.setattr("gateway.server._KEEP_ALIVE_S", 1)
+    faults = [Fault("slow", delay_s=delay_s, count=1, path="/v1/chat") for delay_s in (0.0, 0.0, 1.5)]
     async with (
-        serve_engine(SimulatedEngineSettings(speed_up=50)) as engine,
+        serve_engine(SimulatedEngineSettings(speed_up=50, faults=tuple(faults))) as engine,
         running_gateway(engine) as gateway,
         asyncio.timeout(60),
     ):
         reader, writer = await connected(gateway)
-        for _ in range(3):
+        for _ in faults:
             writer.write(SIZED)
             assert await answer_of(reader)
         assert await reader.read() == b""
