@@ -58,6 +58,7 @@ async def test_a_trajectory_is_refused_only_beyond_the_limit(kind: str) -> None:
     """Its staleness is the number of versions set since its oldest token was generated, whatever their names."""
     async with gateway_before(kind, max_staleness=1) as client:
         await complete(client, "old", PROMPT, 5)
+        assert (await client.post("/t/wrong/v1/completions", json=body_of(PROMPT, -1))).status_code == 400
         await update(client, "zebra")
         await complete(client, "old", PROMPT, 5)
         await complete(client, "young", PROMPT, 5)
@@ -68,6 +69,7 @@ async def test_a_trajectory_is_refused_only_beyond_the_limit(kind: str) -> None:
         assert "'default'" in error["message"] and refused.headers["x-should-retry"] == "false"
         assert (await ask(client, "young")).status_code == 200
         assert (await ask(client, "new")).status_code == 200
+        assert (await ask(client, "wrong")).status_code == 200, "a turn that an engine refused made no token"
         again = await update(client, "aardvark")
         assert again.json()["status"] == "done"
         assert (await ask(client, "young")).status_code == 200, "setting the same version again does not age it"
