@@ -71,7 +71,7 @@ class StreamReader:
         # Of each choice, as far as its events were read: text-only ones are not, except for the first.
         self._has_finished: dict[int, bool] = {}
         self._usages: dict[int, Usage] = {}  # of each output of SGLang's own route, by its index
-        # Events that finish a choice, held until the usage event that the client does not get has come.
+        # Events that finish a choice, and the usage event, held until the end mark.
         self._held: list[tuple[bytes, dict[str, Any]]] = []
 
     def passes(self, piece: bytes) -> bool:
@@ -179,11 +179,12 @@ class StreamReader:
         """
         if self._api in ("messages", "responses"):
             return event  # they have ends of their own; engines may add this one
+        held = b"".join([held for held, _ in self._held])
         if self._api != "other" and not (self._has_finished and all(self._has_finished.values())):
             self.error = ABORTED
-            return b""
+            return held
         self.done = True
-        return self._release({}) + event
+        return held + event
 
     def _read_meta(self, meta: dict[str, Any], index: int) -> None:
         """Each output's events have its own usage."""
@@ -203,7 +204,8 @@ class StreamReader:
         if usage := usage_of(parsed.get("usage")):
             self.usage = usage
             if not choices and not self._wants_usage:
-                return self._release(parsed)
+                self._give_fingerprint(parsed.get("system_fingerprint"))
+                return b""
         changed = False
         for choice in choices:
             reason = choice.get("finish_reason")
@@ -217,24 +219,20 @@ class StreamReader:
             self._note_choice(_index_of(choice), isinstance(reason, str))
         if changed:
             event = b"data: " + orjson.dumps(parsed) + b"\n\n"
-        if self._wants_usage or not any(choice.get("finish_reason") for choice in choices):
-            return event
-        self._held.append((event, parsed))
-        return b""
+        if any(choice.get("finish_reason") for choice in choices) or (self._held and not choices):
+            self._held.append((event, parsed))
+            return b""
+        return event
 
-    def _release(self, usage_event: dict[str, Any]) -> bytes:
-        """The held events, with the fingerprint of the removed usage event.
+    def _give_fingerprint(self, fingerprint: object) -> None:
+        """Put the fingerprint of the removed usage event into the held ones.
 
         vLLM puts the system fingerprint into its last event; without usage that is the one that finishes (vLLM 0.32,
         openai/chat_completion/serving.py).
         """
-        held, self._held = self._held, []
-        fingerprint = usage_event.get("system_fingerprint")
-        if fingerprint is None:
-            return b"".join([event for event, _ in held])
-        return b"".join(
-            [b"data: " + orjson.dumps({**parsed, "system_fingerprint": fingerprint}) + b"\n\n" for _, parsed in held]
-        )
+        if fingerprint is not None:
+            all_parsed = [{**parsed, "system_fingerprint": fingerprint} for _, parsed in self._held]
+            self._held = [(b"data: " + orjson.dumps(parsed) + b"\n\n", parsed) for parsed in all_parsed]
 
     def _read_anthropic(self, parsed: dict[str, Any]) -> None:
         """Input tokens come with the first event, output tokens with the last but one; both are totals."""

@@ -222,6 +222,29 @@ async def test_the_first_chunk_arrives_before_the_last_is_made(site: Site, api: 
     assert normalised(assembled(events_of(received))) == whole
 
 
+@pytest.mark.parametrize("wants_usage", [True, False])
+async def test_a_client_may_stop_reading_at_the_finish_reason(site: Site, wire: Wire, wants_usage: bool) -> None:
+    """It has its whole answer then, so its turn has finished, although the engine's stream goes on with usage."""
+    usage = {"prompt_tokens": 3, "total_tokens": 5, "completion_tokens": 2}
+    rest = [event({"id": "c", "request_id": "g", "choices": [], "usage": usage}), DONE]
+
+    async def play(_: Any, write: Any) -> None:
+        await write(wire.chunk("a") + wire.chunk("b", "stop"))
+        for piece in rest:
+            for _ in range(20):  # by then, what was passed on has been read
+                await site.client.get("/healthz")
+            await write(piece)
+
+    site.engine.scripts[wire.path] = Script(play)
+    body: dict[str, Any] = body_of("chat/completions") | {"stream_options": {"include_usage": wants_usage}}
+    async with asyncio.timeout(60), site.client.stream("POST", "/t/hasty/v1/chat/completions", json=body) as answer:
+        async for line in answer.aiter_lines():
+            if '"finish_reason":"stop"' in line:
+                break
+    (turn,) = (await site.trajectory("hasty"))["turns"]
+    assert (turn["outcome"], turn["finish_reason"], turn["output_tokens"]) == ("finished", "stop", 2)
+
+
 async def test_events_cut_anywhere_arrive_whole(site: Site, wire: Wire) -> None:
     """Network reads end within events, lines and characters. The client gets the same text, and the same bytes if the
     stream is passed through."""

@@ -211,10 +211,23 @@ def test_an_answer_begins_with_its_first_content() -> None:
 def test_only_the_finish_reason_unknown_to_openai_is_rewritten() -> None:
     """vLLM's `repetition` becomes `stop` in place."""
     reader = StreamReader("chat")
-    assert reader.read(chunk("a") + chunk("b", "repetition", system_fingerprint="f")) == chunk("a") + chunk(
-        "b", "stop", system_fingerprint="f"
+    assert reader.read(chunk("a") + chunk("b", "repetition", system_fingerprint="f") + DONE) == (
+        chunk("a") + chunk("b", "stop", system_fingerprint="f") + DONE
     )
     assert reader.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("wants_usage", [True, False])
+def test_a_finish_reason_comes_with_the_end(wants_usage: bool) -> None:
+    """Many clients stop reading at the finish reason, so it must be among the bytes held until the turn is recorded."""
+    reader = StreamReader("chat", wants_usage=wants_usage)
+    finish, usage, done = CHAT[-3:]
+    assert [reader.read(block) for block in CHAT[-4:]] == [
+        CHAT[-4],
+        b"",
+        b"",
+        finish + (usage if wants_usage else b"") + done,
+    ]
 
 
 @pytest.mark.parametrize("wants_usage", [True, False])
@@ -274,9 +287,10 @@ def test_an_event_that_is_not_json_ends_the_stream() -> None:
 
 
 def test_several_choices_finish_one_by_one() -> None:
-    """With n > 1, a finished choice does not end the stream; [DONE] does."""
+    """With n > 1, a finished choice does not end the stream, nor hold up the others; [DONE] ends it."""
     reader = StreamReader("chat")
-    reader.read(chunk("a", "stop", index=1) + chunk("b", index=0))
+    rest = chunk("b", index=0) + chunk("c", index=0, usage=USAGE)
+    assert reader.read(chunk("a", "stop", index=1) + rest) == rest
     assert not reader.done
     reader.read(chunk("", "length", index=0) + DONE)
     assert reader.done
