@@ -18,7 +18,7 @@ BY_NAME := -vv --no-header
 # Tests of real servers that start, end or reshape servers of their own.
 FLEET := tests/real/test_local_vllm.py tests/real/test_real_controller.py
 
-.PHONY: help install demo test lint clients fleet nixl tier sleeping text train ray real sglang compiled bench rivals soak fidelity results loop redis vllm clean
+.PHONY: help install demo test lint style types imports bytecode clients fleet nixl tier sleeping text train ray real sglang compiled bench rivals soak fidelity results loop redis vllm clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -28,7 +28,7 @@ demo: install
 	$(BIN)/heddle demo
 
 ## make test    all tests, with a real Redis server
-test: install lint redis
+test: install lint redis bytecode
 	REDIS_SERVER=$$(deploy/get-redis.sh) $(BIN)/python -m pytest -n 6 --dist worksteal -m "not alone and $(HERE)"
 	REDIS_SERVER=$$(deploy/get-redis.sh) $(BIN)/python -m pytest -m "alone and $(HERE)" tests/engines tests/faults
 
@@ -110,11 +110,22 @@ results: install
 loop: install
 	$(BIN)/python -m heddle.loop $(LOOP)
 
-lint: install
+lint: types style imports
+
+style: install
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+
+types: install
 	$(BIN)/mypy
+
+imports: install
 	$(BIN)/lint-imports
+
+# One process compiles the tests and what they import; else each of the six that run them does so at the same time.
+bytecode: install
+	@found=$$($(BIN)/python -m pytest --collect-only 2>&1) || { echo "$$found"; exit 1; }
+	@$(BIN)/python -c "import anthropic"
 
 redis:
 	@deploy/get-redis.sh > /dev/null
