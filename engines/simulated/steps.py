@@ -28,6 +28,8 @@ class Steps:
 
     def pass_until(self, at: float) -> bool:
         """Count the steps that are over at `at`, including one that ends exactly then; returns whether all are over."""
+        if self.num_done < self.num_steps and at < self.end_of(self.num_done + 1):
+            return False  # requests that come together do so within one step
         if at >= self.end_of(self.num_steps):
             self.num_done = self.num_steps
             return True
