@@ -182,9 +182,9 @@ def prompt_of(body: Mapping[str, Any]) -> object:
 
     A list of one prompt is that prompt.
     """
-    if conversation_of(body) is not None:
-        return None
     prompt = next((body[name] for name in _PROMPTS if body.get(name) is not None), None)
+    if prompt is None or conversation_of(body) is not None:  # a long conversation is not parsed for this
+        return None
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         return prompt[0]
     return prompt
