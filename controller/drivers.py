@@ -5,7 +5,6 @@ KV), `stop`, `start` (launch until warm), `sleep`, `wake` and `register` (until 
 """
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -177,19 +176,22 @@ class Drivers:
                 assert_never(step)
 
     async def _make_ready(self, server_id: str) -> None:
+        lack = "it has no address"
         try:
             async with asyncio.timeout(self._fleet.limits.start_timeout_s):
                 while (url := self._url(server_id)) is None:  # noqa: ASYNC110
                     await asyncio.sleep(_POLL_S)
-                http = HttpClient(url)
+                http, lack = HttpClient(url), "it has not answered"
                 try:
-                    while not await _answers(http):  # noqa: ASYNC110
+                    while found := await _lack(http):
+                        lack = found
                         await asyncio.sleep(_POLL_S)
+                    lack = "the warm-up request was not answered"
                     await self._warm_up(http)
                 finally:
                     http.close()
         except TimeoutError:
-            raise StartFailed(f"not ready in {self._fleet.limits.start_timeout_s:g} s") from None
+            raise StartFailed(f"not ready in {self._fleet.limits.start_timeout_s:g} s: {lack}") from None
 
     async def _warm_up(self, http: HttpClient) -> None:
         warm_up = self._fleet.warm_up
@@ -278,11 +280,15 @@ async def _check_model(http: HttpClient, model: str) -> None:
         raise StartFailed(f"it serves {', '.join(models)}, not {model}")
 
 
-async def _answers(http: HttpClient) -> bool:
-    """Whether a server serves: SGLang answers `/health` before it can generate, vLLM `/v1/models` only when it can."""
-    with contextlib.suppress(*FAULTS):
-        for target in ("/health", "/v1/models"):
-            if (await http.get(target, _PROBE_TIMEOUT_S))[0] != 200:
-                return False
-        return True
-    return False
+async def _lack(http: HttpClient) -> str:
+    """What keeps a server from serving; "" if nothing does. SGLang answers `/health` before it can generate, vLLM
+    `/v1/models` only when it can.
+    """
+    for target in ("/health", "/v1/models"):
+        try:
+            status, _ = await http.get(target, _PROBE_TIMEOUT_S)
+        except FAULTS as fault:
+            return f"{target}: {fault or type(fault).__name__}"
+        if status != 200:
+            return f"{target} answered {status}"
+    return ""

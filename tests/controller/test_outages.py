@@ -20,6 +20,7 @@ from controller.launcher import Server, ServerSpec, ServerState
 from controller.loop import Controller
 from controller.planning import Proposal
 from controller.steps import is_reached
+from engines.children import free_port
 from tests.controller.fleet_site import (
     Rollout,
     acting,
@@ -40,6 +41,7 @@ from tests.controller.ports import (
     answering_engines,
 )
 from tests.controller.script import Change, Run, memory_folder, run_in
+from tests.engines.raw_server import Handler, Peer, raw_server
 from tests.support.gateway import running_gateway
 from tests.support.redis_server import RedisServer, redis_server
 
@@ -302,6 +304,36 @@ async def test_a_machine_that_cannot_launch_now_is_no_defect(memory_folder: Path
             await until_reached(made, 1, 1)
             await until(lambda: not made.alarms, lambda: made.alarms)
             assert not made.journal.state.failures
+
+
+async def is_half_there(peer: Peer) -> None:
+    """An engine that answers `/health` and nothing else."""
+    while request := await peer.request():
+        status = b"200 OK" if request.startswith(b"GET /health ") else b"500 Internal Server Error"
+        await peer.send(b"HTTP/1.1 " + status + b"\r\ncontent-length: 0\r\n\r\n")
+
+
+@pytest.mark.parametrize(
+    ("answers", "lack"),
+    [
+        (is_half_there, "/v1/models answered 500"),
+        (Peer.until_client_leaves, "it has not answered"),
+        (None, "/health: no connection: "),
+    ],
+    ids=["500", "silence", "another port"],
+)
+async def test_an_engine_that_was_not_ready_in_time_tells_what_it_lacked(
+    answers: Handler | None, lack: str, memory_folder: Path
+) -> None:
+    """Such as an engine with a key of its own, which answers 401, or one whose flags name another port. After 15
+    minutes, three times, all that was told of it was `not ready in 900 s`."""
+    async with raw_server(answers or is_half_there, "0.0.0.0") as raw:
+        port = int(raw.url.rpartition(":")[2]) if answers else free_port()
+        run = run_in(memory_folder / "not-ready", port)
+        limits = run.fleet.limits.model_copy(update={"start_timeout_s": 1.0})
+        async with controller_of(run, limits=limits) as made, running(made):
+            await until(lambda: bool(made.journal.state.failures), lambda: made.seen)
+            assert made.journal.state.failures[0].cause.startswith(f"not ready in 1 s: {lack}")
 
 
 async def test_a_step_does_not_look_at_the_launcher_by_itself(memory_folder: Path) -> None:
