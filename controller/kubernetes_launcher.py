@@ -18,7 +18,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from controller.kubernetes_pod import FLEET_LABEL, MANAGED, Json, check_template, engine_pod, is_of, pod_name, server_of
+from controller.kubernetes_pod import (
+    FLEET_LABEL,
+    MANAGED,
+    Json,
+    check_template,
+    engine_pod,
+    engines_container,
+    is_of,
+    pod_name,
+    server_of,
+)
 from controller.launcher import Launcher, LaunchFailed, Server, ServerSpec, ServerState
 
 try:
@@ -207,7 +217,7 @@ class KubernetesLauncher:
         # A limit cuts off the end, so it is one that holds them all: container runtimes split lines at 16 KB.
         limit = NUM_LAST_LINES * _TAIL_BYTES
         options = {"tail_lines": NUM_LAST_LINES, "limit_bytes": limit, "_request_timeout": LOG_TIMEOUT_S}
-        container = pod["spec"]["containers"][0]["name"]
+        container = engines_container(pod)
         try:
             answer = self._core.read_namespaced_pod_log(
                 pod["metadata"]["name"], self._namespace, container=container, _preload_content=False, **options

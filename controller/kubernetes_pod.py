@@ -16,7 +16,7 @@ from controller.launcher import Server, ServerSpec, ServerState, loaded_spec
 
 Json = dict[str, Any]
 
-FLEET_LABEL, SPEC_ANNOTATION = "heddle/fleet", "heddle/spec"
+FLEET_LABEL, SPEC_ANNOTATION, CONTAINER_ANNOTATION = "heddle/fleet", "heddle/spec", "heddle/container"
 MANAGED = {"app.kubernetes.io/name": "heddle-engine", "app.kubernetes.io/managed-by": "heddle-controller"}
 _LABEL = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?")
 # NIXL's port, at which other servers ask for a server's memory.
@@ -47,13 +47,15 @@ def engine_pod(spec: ServerSpec, template: Mapping[str, Any], resource: str, por
     metadata = _table(pod, "metadata")
     metadata["name"] = pod_name(spec.server_id)
     _table(metadata, "labels").update({**MANAGED, FLEET_LABEL: spec.fleet_id})
+    container = pod["spec"]["containers"][0]
     _table(metadata, "annotations")[SPEC_ANNOTATION] = json.dumps(asdict(spec), sort_keys=True)
+    metadata["annotations"][CONTAINER_ANNOTATION] = container["name"]
     # The controller is the only writer of the fleet: a Pod that has ended stays ended, and shows why.
     pod["spec"]["restartPolicy"] = "Never"
     on_node = {"matchFields": [{"key": "metadata.name", "operator": "In", "values": sorted(nodes)}]}
     required = {"nodeSelectorTerms": [on_node]}
     _table(pod["spec"], "affinity")["nodeAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": required}
-    _fill_container(pod["spec"]["containers"][0], spec, resource, port)
+    _fill_container(container, spec, resource, port)
     return pod
 
 
@@ -83,6 +85,12 @@ def is_of(pod: Mapping[str, Any], server_id: str) -> bool:
 def spec_of(pod: Mapping[str, Any]) -> ServerSpec:
     """The server that a Pod was made for."""
     return loaded_spec(json.loads(pod["metadata"]["annotations"][SPEC_ANNOTATION]))
+
+
+def engines_container(pod: Mapping[str, Any]) -> str:
+    """The name of the engine's container. The cluster may have put others before it, such as a proxy."""
+    name: str = pod["metadata"]["annotations"].get(CONTAINER_ANNOTATION) or pod["spec"]["containers"][0]["name"]
+    return name
 
 
 def server_of(pod: Mapping[str, Any], last_lines: tuple[str, ...], node_cause: str, port: int) -> Server:
@@ -156,8 +164,7 @@ def _engines_end(pod: Mapping[str, Any]) -> Json | None:
     """How the engine's container ended; None if it has not. Others beside it, such as a proxy, may go on for ever, and
     are listed by their names.
     """
-    name = pod["spec"]["containers"][0]["name"]
-    return dict(_containers(pod.get("status") or {}, "terminated")).get(name)
+    return dict(_containers(pod.get("status") or {}, "terminated")).get(engines_container(pod))
 
 
 def _why_it_waits(status: Mapping[str, Any]) -> tuple[str, ...]:

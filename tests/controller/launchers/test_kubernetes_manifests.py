@@ -198,6 +198,17 @@ def test_a_server_ends_with_the_engines_container(
     assert (server.state, server.exit_cause) == (state, cause)
 
 
+def test_a_proxy_that_the_cluster_puts_first_is_not_the_engine() -> None:
+    """As Linkerd does, and Istio if it is told to. The server of a dead engine counted as running, and was never
+    replaced."""
+    pod = engine_pod(SPEC, template(), "nvidia.com/gpu", 8000)
+    pod["spec"]["containers"].insert(0, {"name": "linkerd-proxy", "image": "proxy"})
+    states: dict[str, Any] = {"linkerd-proxy": {"running": {}}, "engine": _ended(137, "OOMKilled")}
+    statuses = [{"name": name, "state": state} for name, state in states.items()]
+    server = server_of(pod | {"status": {"phase": "Running", "containerStatuses": statuses}}, (), "", 8000)
+    assert (server.state, server.exit_cause) == (ServerState.EXITED, "exit status 137 (OOMKilled)")
+
+
 def test_a_container_that_prepares_the_pod_and_does_not_is_named() -> None:
     """Such as a template's download of the model. Its failure was "no container has run", and why it waited was not
     told."""
