@@ -125,15 +125,15 @@ def _table(of: Json, name: str) -> Json:
 
 
 def _fill_container(container: Json, spec: ServerSpec, resource: str, port: int) -> None:
-    # Kubernetes fills in "$(POD_IP)"; any other "$(" belongs to the engine and must stay.
-    escaped = (argument.replace("$(", "$$(") for argument in spec.command)
+    # Kubernetes fills in "$(POD_IP)", and takes "$$" for "$"; any other "$" belongs to the engine and must stay.
+    escaped = (argument.replace("$", "$$") for argument in spec.command)
     container["command"] = [part.replace("{port}", str(port)).replace("{host}", "$(POD_IP)") for part in escaped]
     container.pop("args", None)
     environment = {"POD_IP": {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}}
     environment |= {entry["name"]: entry for entry in container.get("env") or ()}
     places = {"{host}": "$(POD_IP)", "{kv_port}": str(_KV_PORT)}  # a Pod shares its ports with nobody
     environment |= {
-        name: {"name": name, "value": places.get(value) or value.replace("$(", "$$(")}
+        name: {"name": name, "value": places.get(value) or value.replace("$", "$$")}
         for name, value in spec.environment.items()
     }
     container["env"] = list(environment.values())

@@ -129,11 +129,12 @@ def test_a_templates_tables_without_a_value_are_not_there() -> None:
 
 
 def test_text_that_looks_like_a_kubernetes_variable_is_escaped() -> None:
-    """`$(...)` in a command is meant for the engine, not for Kubernetes."""
-    spec = ServerSpec("e", "f", 1, ("n/0",), ("sh", "-c", "echo $(date) {host}"), {"A": "$(B)"})
+    """`$(...)` in a command is meant for the engine, not for Kubernetes. Nor is `$$`: the engine got `$`."""
+    spec = ServerSpec("e", "f", 1, ("n/0",), ("sh", "-c", "echo $(date) $$ {host}"), {"A": "$(B)", "KEY": "pa$$word"})
     container = engine_pod(spec, template(), "nvidia.com/gpu", 8000)["spec"]["containers"][0]
-    assert container["command"] == ["sh", "-c", "echo $$(date) $(POD_IP)"]
+    assert container["command"] == ["sh", "-c", "echo $$(date) $$$$ $(POD_IP)"]
     assert {"name": "A", "value": "$$(B)"} in container["env"]
+    assert {"name": "KEY", "value": "pa$$$$word"} in container["env"]
 
 
 def test_ids_that_are_not_pod_names_get_distinct_valid_ones() -> None:
