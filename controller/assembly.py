@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from controller.demand import demand_of
-from controller.fleet_file import FleetFile, FleetFileError
+from controller.fleet_file import PIN_VARIABLE, FleetFile, FleetFileError
 from controller.gateway_client import GatewayClient
 from controller.journal import Journal, JournalAway, check_owner, read_state
 from controller.launcher import Launcher
@@ -16,8 +16,6 @@ from controller.loop import Controller
 
 LOGGER = logging.getLogger("heddle.controller")
 
-_PIN = "CUDA_VISIBLE_DEVICES"
-
 
 def launcher_of(fleet: FleetFile) -> Launcher:
     """The launcher that the file names. Raises FleetFileError if it cannot be used."""
@@ -25,7 +23,7 @@ def launcher_of(fleet: FleetFile) -> Launcher:
         match fleet.launcher:
             case "local":
                 _check_visible(fleet)
-                pin = None if fleet.cpu_slots else _PIN
+                pin = None if fleet.cpu_slots else PIN_VARIABLE
                 folder = fleet.state_dir / "servers"
                 return LocalLauncher(folder, fleet.local_devices, pin, fleet.limits.max_log_bytes)
             case "ray":
@@ -42,9 +40,11 @@ def launcher_of(fleet: FleetFile) -> Launcher:
 
 def _check_visible(fleet: FleetFile) -> None:
     """Raises ValueError if `gpus` counts GPUs that this process was not given: Slurm may have given them to others."""
-    visible = os.environ.get(_PIN)
+    visible = os.environ.get(PIN_VARIABLE)
     if fleet.gpus and visible and not set(fleet.local_devices) <= set(visible.replace(" ", "").split(",")):
-        raise ValueError(f"gpus = {fleet.gpus} is GPU 0 and so on, but {_PIN} is {visible}: name them in `devices`")
+        raise ValueError(
+            f"gpus = {fleet.gpus} is GPU 0 and so on, but {PIN_VARIABLE} is {visible}: name them in `devices`"
+        )
 
 
 @asynccontextmanager

@@ -30,6 +30,7 @@ from engines.validation_errors import first_mistake, numbers
 from scheduling.cost import EngineProfile
 from store import BadStoreUrl, StoreError, open_store
 
+PIN_VARIABLE = "CUDA_VISIBLE_DEVICES"  # each engine's GPUs, on this machine and on Ray
 _KUBERNETES_FILES = {"template", "kubeconfig"}  # launcher options that are paths
 _DAY_S = 86_400  # the longest evacuation that the gateway accepts; Ray cannot wait for much longer ones
 
@@ -282,6 +283,9 @@ class FleetFile(BaseModel):
             raise ValueError(f"a local fleet needs one of gpus, devices and cpu_slots, not {said or 'none'}")
         if self.launcher != "local" and said:
             raise ValueError(f"{said[0]} is for local fleets only; {self.launcher} finds its devices itself")
+        if PIN_VARIABLE in self.engine.environment and not (self.cpu_slots or self.launcher == "kubernetes"):
+            where = "; name the fleet's in `devices`" if self.launcher == "local" else ""
+            raise ValueError(f"engine.environment: {PIN_VARIABLE} is set for each engine, to its own GPUs{where}")
         devices = self.local_devices
         if len(set(devices)) < len(devices):
             raise ValueError(f"devices: one is listed twice in {list(devices)}")

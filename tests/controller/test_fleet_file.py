@@ -207,6 +207,27 @@ def test_gpus_that_are_not_visible_to_the_controller_are_refused(
     assert launcher_of(named).inventory() == ("4", "5")
 
 
+@pytest.mark.parametrize(
+    ("where", "is_refused"),
+    [
+        ("gpus = 2", True),
+        ('devices = ["4", "5"]', True),
+        ('launcher = "ray"', True),
+        ("cpu_slots = 2", False),
+        ('launcher = "kubernetes"', False),
+    ],
+)
+def test_engines_are_not_told_all_the_same_gpus(tmp_path: Path, where: str, is_refused: bool) -> None:
+    """The variable of the file went before the GPUs that the launcher gave each engine: all ran on the first of these.
+    Without GPUs, and in a Pod, which sees its own only, it does no harm."""
+    text = f'fleet = "a"\nmodel = "m"\n{where}\n[engine]\nenvironment = {{ CUDA_VISIBLE_DEVICES = "4,5" }}\n'
+    if not is_refused:
+        assert load_fleet_file(written(tmp_path, text)).engine.environment
+        return
+    with pytest.raises(FleetFileError, match=r"fleet\.toml: engine\.environment: CUDA_VISIBLE_DEVICES is set for each"):
+        load_fleet_file(written(tmp_path, text))
+
+
 def test_an_engine_may_be_larger_than_a_node_only_if_it_may_span_nodes(tmp_path: Path) -> None:
     """Ray can do that, if its option is on. A larger size was refused with the option, too."""
     text = 'fleet = "a"\nmodel = "m"\nlauncher = "ray"\ntp_sizes = [8, 16]\nfirst = [16]\n[launcher_options]\n'
