@@ -2,8 +2,8 @@
 
 1. Each server is told to pause, to load and to resume (see `engines/weights.py`). Meanwhile it gets no new turns, and
    the turns that run there just wait. Other engines go on.
-2. Weights from a path go to one engine first: if it refuses the path, the update ends before the fleet is touched. A
-   transfer goes to all engines at once, because its collectives wait for each other.
+2. Weights from a path go to one engine first, if possible one that is not held: if it refuses the path, the update ends
+   before the fleet is touched. A transfer goes to all engines at once, because its collectives wait for each other.
 3. An engine that fails is held: it gets no turns until an update reaches it. If its weights may have been touched, its
    turns continue elsewhere.
 4. An update is idempotent by version: repeated, it goes to the engines that do not have it.
@@ -107,6 +107,7 @@ class WeightUpdates:
         self._live_turns = live_turns
         self._update: Update | None = None
         self._task: asyncio.Task[None] | None = None
+        self._refusal: tuple[str, str | None] = "", None  # the last of an engine that went first, and of which path
 
     def begin(
         self,
@@ -204,9 +205,10 @@ class WeightUpdates:
     async def _from_disk(self, update: Update, servers: _Servers) -> None:
         others = dict(servers)
         if servers and not any(_has(server, update.weights.version) for server in servers.values()):
-            first_id = min(servers, key=lambda server_id: servers[server_id].num_legs)
+            first_id = self._first(servers, update.weights.path)
             refused = await self._give(first_id, others.pop(first_id), update, {})
             if refused:
+                self._refusal = first_id, update.weights.path
                 for server_id in others:
                     update.engines[server_id].state = "untouched"
                 return
@@ -219,6 +221,16 @@ class WeightUpdates:
                     await self._give(server_id, server, update, {})
 
         await asyncio.gather(*(give(*one) for one in others.items()))
+
+    def _first(self, servers: _Servers, path: str | None) -> str:
+        """Which server is given a path first: of those that are not held, the one with the fewest turns.
+
+        A held one may lack every path, or hang. But who refused this very path is asked again: no other is held for it.
+        """
+        refused_by, refused = self._refusal
+        if refused == path and refused_by in servers:
+            return refused_by
+        return min(servers, key=lambda server_id: (bool(servers[server_id].held), servers[server_id].num_legs))
 
     async def _give(
         self, server_id: str, server: Server, update: Update, of_server: Mapping[str, Mapping[str, Any]]
