@@ -4,8 +4,11 @@ A template renders an answer's text to tokens again, which may differ from the t
 `a` and `b`. With the original tokens the prompt is what a trainer expects and what the engine has in its cache. This
 needs no tokenizer: the token that ends a turn splits prompts into messages. The earlier prompt's messages must equal
 those of the render, except for answers: these begin with the tokens that open an answer, and were themselves spliced
-into the earlier prompt.
+into the earlier prompt. Or the template leaves out their thoughts, and what opens thoughts in the prompt (`<think>`,
+with Qwen3 an empty thought): then all else must be equal.
 """
+
+import numpy as np
 
 from engines.token_ids import TokenIds, messages, put_together
 from gateway.messages.transcripts import History
@@ -53,9 +56,25 @@ def joined(before: TurnTokens, rendered: TokenIds) -> TokenIds | None:
     found = messages(rendered, end_of_turn)
     if len(found) < len(known) + 2 or not opening.text:
         return None
-    if not found[len(known)].begins_with(opening):
-        return None
-    for mine, theirs in zip(known, found, strict=False):
-        if mine != theirs and not (mine.begins_with(opening) and theirs.begins_with(opening)):
+    for mine, theirs in zip((*known, put_together((opening, output))), found, strict=False):
+        if mine != theirs and not _is_answer(mine, theirs, opening):
             return None
     return put_together((prompt, output, *found[len(known) + 1 :]))
+
+
+def _is_answer(mine: TokenIds, theirs: TokenIds, opening: TokenIds) -> bool:
+    """Whether this is an answer, and the same in a render: opened alike, or all of it but one run of tokens, which ends
+    with its opening or after it.
+    """
+    if not mine.begins_with(opening):
+        return False
+    if theirs.begins_with(opening):
+        return True
+    made, said = mine.numbers, theirs.numbers
+    num_left_out = len(made) - len(said)
+    if num_left_out <= 0:
+        return False
+    start = int(np.argmin(np.append(made[: len(said)] == said, False)))
+    if not start or start + num_left_out < len(opening):
+        return False
+    return np.array_equal(made[start + num_left_out :], said[start:])

@@ -400,6 +400,41 @@ def test_a_spliced_prompt_is_continued_too() -> None:
     assert list(joined(before, TokenIds.of(rendered)) or ()) == [*before.prompt_ids, 6, 0, END, ASK, 2, END, ANSWER]
 
 
+THINK, THOUGHT = 60, 61
+"""What a template puts before an answer only where it asks for one, and what ends the thoughts."""
+
+
+@pytest.mark.parametrize(
+    ("output", "rendered", "continues"),
+    [
+        pytest.param([50, THOUGHT, 3, 4, END], [ANSWER, 3, 4, END], True, id="without its thoughts"),
+        pytest.param([3, 4, END], [ANSWER, 3, 4, END], True, id="without what opens them"),
+        pytest.param([50, THOUGHT, 3, 4, END], [ANSWER, 34, END], False, id="in other tokens"),
+        pytest.param([50, THOUGHT, 3, 4, END], [ASK, 3, 4, END], False, id="a question in its place"),
+        pytest.param([50, THOUGHT, 3, 4, END], [THOUGHT, 3, 4, END], False, id="without its beginning"),
+        pytest.param([3, 4, END], [ANSWER, 50, 3, 4, END], False, id="with more"),
+    ],
+)
+def test_an_answer_is_continued_with_the_thoughts_that_a_template_leaves_out(
+    output: list[int], rendered: list[int], continues: bool
+) -> None:
+    """So is the next one after it, with both. Each turn began a branch."""
+    before, asked = [ASK, 1, END, ANSWER, THINK], [ASK, 2, END, ANSWER, THINK]
+    prompt = joined(turn(before, output), TokenIds.of([ASK, 1, END, *rendered, *asked]))
+    assert (list(prompt) if prompt else None) == ([*before, *output, *asked] if continues else None)
+    if prompt is not None:
+        again = TokenIds.of([ASK, 1, END, *rendered, ASK, 2, END, ANSWER, 5, END, ASK, 4, END, ANSWER, THINK])
+        longer = joined(turn(list(prompt), [5, END]), again)
+        assert list(longer or ()) == [*prompt, 5, END, ASK, 4, END, ANSWER, THINK]
+
+
+def test_a_prompt_is_not_continued_with_what_a_template_moves_to_its_end() -> None:
+    """Tools (9 ends answers only, as with Mistral): they would be in the next prompt twice."""
+    tools = [70, 71]
+    before = turn([1, *tools, ASK, 5, ANSWER], [3, END])
+    assert joined(before, TokenIds.of([1, ASK, 5, ANSWER, 3, END, *tools, ASK, 6, ANSWER])) is None
+
+
 def test_an_engines_version_report_replaces_the_gateways() -> None:
     """The gateway notes versions as tokens come, across a restart and a seam. An engine reports them at a leg's end."""
     chain = chain_of()
