@@ -13,6 +13,8 @@ from gateway.tokens.parquet import ParquetFile
 
 GROUP_TOKENS = 2**20
 """For one row group in Parquet: some 10 MB in memory, whose columns are compressed together."""
+_ENTRY_TOKENS = 100
+"""A record takes as much memory as so many tokens even if it has none, and so does each turn that it names."""
 
 
 _SEPARATORS = tuple((one.encode(), f"\\u{ord(one):04x}".encode()) for one in "\u0085\u2028\u2029")
@@ -42,7 +44,7 @@ async def parquet(file: ParquetFile, entries: Iterable[Entry], book: TokenBook) 
     num_tokens = 0
     async for row in rows(entries, book):
         group.append(row)
-        num_tokens += len(row["token_ids"])
+        num_tokens += len(row["token_ids"]) + _ENTRY_TOKENS * (1 + len(row["turns"]) + len(row["missing"]))
         if num_tokens >= GROUP_TOKENS:
             yield await asyncio.to_thread(file.add, group)
             group, num_tokens = [], 0

@@ -189,6 +189,22 @@ async def test_a_large_parquet_file_has_row_groups(store_url: str, monkeypatch: 
     assert file.read().column("token_ids").to_pylist() == [list(range(300)) * 2] * 20
 
 
+async def test_a_parquet_file_of_records_without_tokens_has_row_groups(
+    store_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their turns passed through. They were one group, which was held whole, however many they were."""
+    import pyarrow.parquet
+
+    monkeypatch.setattr("gateway.tokens.export.GROUP_TOKENS", 1_000)
+    names = [f"t{number:02d}" for number in range(20)]
+    await fill(store_url, {name: [] for name in names}, {name: [row(f"{name}-0", "none")] for name in names})
+    async with client_on(store_url) as client:
+        answer = await client.post("/v1/rollouts/r/export", params={"format": "parquet"})
+    file = pyarrow.parquet.ParquetFile(io.BytesIO(answer.content))
+    assert [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)] == [5] * 4
+    assert file.read().column("trajectory_id").to_pylist() == names
+
+
 async def test_parquet_without_pyarrow_is_refused_with_what_to_install(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
