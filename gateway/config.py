@@ -348,7 +348,7 @@ class Settings(BaseSettings):
     )
     observe_interval_s: float = Field(1.0, gt=0, description="Interval of reads of an engine's metrics.")
     models_interval_s: float = Field(
-        5.0, gt=0, description="Interval of reads of a vLLM engine's models: LoRA adapters come and go while it runs."
+        5.0, gt=0, description="Interval of reads of an engine's models: LoRA adapters come and go while it runs."
     )
     observe_timeout_s: float = Field(
         5.0, gt=0, description="Longest read of an engine's metrics: milliseconds, or 1 s on a busy CPU engine."

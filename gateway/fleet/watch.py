@@ -7,6 +7,7 @@ before it has the fleet's weights.
 import asyncio
 import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 
 from engines.dialect import Asleep, Dialect, Observation, ObservationError
 from engines.http import (
@@ -86,9 +87,8 @@ class Watch:
         if server.dialect is None or server.state is EngineState.LOST:
             await self._discover(server)
         assert server.dialect is not None
-        # SGLang's name of its model becomes a path when it is given weights, by whomever.
-        if server.dialect.kind == "vllm" and self._clock() - server.models_at >= self._settings.models_interval_s:
-            self._told(server, await models_of(server.http, timeout_s))
+        if self._clock() - server.models_at >= self._settings.models_interval_s:
+            self._told(server, _with_known_name(server, await models_of(server.http, timeout_s)))
         if server.asks_tokens:
             server.asks_tokens = not await tells_tokens(server.dialect, server.http, timeout_s)
         if server.asks_setup:
@@ -147,10 +147,10 @@ class Watch:
             raise ObservationError(f"{fault}; name its kind") from None
         server.dialect, server.asks_tokens = found.dialect, self._settings.token_legs == "auto"
         server.asks_setup = True
-        self._told(server, found.models)
+        self._told(server, self._named(server, found.models))
 
     def _told(self, server: Server, models: tuple[Model, ...]) -> None:
-        before, server.models = server.models, self._named(server, models)
+        before, server.models = server.models, models
         server.models_at = self._clock()
         if server.models != before:
             self._on_models()
@@ -197,3 +197,19 @@ class Watch:
             fault = Hangs("it hangs: turns run, and no token came")
             self._circuits.open(member.server, fault)
             raise fault
+
+
+def _with_known_name(server: Server, models: tuple[Model, ...]) -> tuple[Model, ...]:
+    """The models of a process that told them before. SGLang's name of its own one, which is its first and part of its
+    adapters' names, becomes a path when it is given weights, by whomever: clients know it by its earlier name.
+    """
+    assert server.dialect is not None
+    if server.dialect.kind == "vllm" or not (models and server.models):
+        return models
+    own, known = models[0].model_id, server.models[0].model_id
+    return tuple(
+        replace(model, model_id=known + model.model_id[len(own) :])
+        if f"{model.model_id}:".startswith(f"{own}:")
+        else model
+        for model in models
+    )

@@ -1,8 +1,9 @@
-"""Models that come and go while an engine runs: vLLM loads LoRA adapters on request."""
+"""Models that come and go while an engine runs: it loads LoRA adapters on request."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import httpx
@@ -126,6 +127,25 @@ async def test_an_adapter_of_sglang_has_the_name_by_which_sglang_finds_it() -> N
     assert answers[0].json()["error"]["code"] == "model_not_found"
     assert answers[1].status_code == 200
     assert [turn.json["model"] for turn in engine.turns] == ["simulated:adapter"]
+
+
+async def test_an_adapter_of_sglang_is_known_while_its_engine_has_it() -> None:
+    """Also after its trainer gave it weights, by whose path it then calls its model. One that was loaded after the
+    gateway had seen the engine was a 404."""
+    async with watched("sglang") as (engine, client):
+        for base, adapters in (("simulated", ["one"]), ("/ckpt/step-1", ["one", "two"]), ("/ckpt/step-1", ["two"])):
+            cards = [{"id": base, "owned_by": "sglang"}]
+            cards += [{"id": adapter, "owned_by": "sglang", "parent": base} for adapter in adapters]
+            engine.scripts["/v1/models"] = fixed(200, orjson.dumps({"data": cards}))
+
+            async def are_known(names: list[str]) -> bool:
+                return await known(client) == names
+
+            names = ["simulated", *(f"simulated:{adapter}" for adapter in adapters)]
+            await eventually(partial(are_known, names))
+            assert (await client.post("/v1/chat/completions", json=chat(names[-1]))).status_code == 200
+        answer = await client.post("/v1/chat/completions", json=chat("simulated:one"))
+        assert answer.json()["error"]["code"] == "model_not_found"
 
 
 async def test_an_adapter_takes_as_long_a_context_as_its_model() -> None:
