@@ -71,7 +71,7 @@ class StreamReader:
         # Of each choice, as far as its events were read: text-only ones are not, except for the first.
         self._has_finished: dict[int, bool] = {}
         self._usages: dict[int, Usage] = {}  # of each output of SGLang's own route, by its index
-        # Events that finish a choice, and the usage event, held until the end mark.
+        # Events that finish a choice or a message, and the usage event, held until the end mark.
         self._held: list[tuple[bytes, dict[str, Any]]] = []
 
     def passes(self, piece: bytes) -> bool:
@@ -158,11 +158,11 @@ class StreamReader:
             self.error = engine_error(200, parsed)
             return b""
         if self._api == "messages":
-            self._read_anthropic(parsed)
+            event = self._read_anthropic(event, parsed)
         elif self._api == "responses":
             self._read_response(parsed)
         elif self._api == "generate" and (metas := metas_of(parsed)):
-            self._read_meta(metas[0], _index_of(parsed))
+            event = self._read_meta(event, parsed, metas[0])
         else:
             event = self._read_choices(event, parsed)
         if self.error is not None:
@@ -179,15 +179,23 @@ class StreamReader:
         """
         if self._api in ("messages", "responses"):
             return event  # they have ends of their own; engines may add this one
-        held = b"".join([held for held, _ in self._held])
+        held = self._held_events()
         if self._api != "other" and not (self._has_finished and all(self._has_finished.values())):
             self.error = ABORTED
             return held
         self.done = True
         return held + event
 
-    def _read_meta(self, meta: dict[str, Any], index: int) -> None:
+    def _hold(self, event: bytes, parsed: dict[str, Any]) -> bytes:
+        self._held.append((event, parsed))
+        return b""
+
+    def _held_events(self) -> bytes:
+        return b"".join([event for event, _ in self._held])
+
+    def _read_meta(self, event: bytes, parsed: dict[str, Any], meta: dict[str, Any]) -> bytes:
         """Each output's events have its own usage."""
+        index = _index_of(parsed)
         if usage := usage_of_meta(meta):
             self._usages[index] = usage
             self.usage = total_of(list(self._usages.values()))
@@ -195,6 +203,7 @@ class StreamReader:
         self.error = fault_of_meta(meta)
         self.finish_reason = self.finish_reason or reason
         self._note_choice(index, reason is not None)
+        return event if reason is None else self._hold(event, parsed)
 
     def _note_choice(self, index: int, has_finished: bool) -> None:
         self._has_finished[index] = has_finished or self._has_finished.get(index, False)
@@ -220,8 +229,7 @@ class StreamReader:
         if changed:
             event = b"data: " + orjson.dumps(parsed) + b"\n\n"
         if any(choice.get("finish_reason") for choice in choices) or (self._held and not choices):
-            self._held.append((event, parsed))
-            return b""
+            return self._hold(event, parsed)
         return event
 
     def _give_fingerprint(self, fingerprint: object) -> None:
@@ -234,13 +242,14 @@ class StreamReader:
             all_parsed = [{**parsed, "system_fingerprint": fingerprint} for _, parsed in self._held]
             self._held = [(b"data: " + orjson.dumps(parsed) + b"\n\n", parsed) for parsed in all_parsed]
 
-    def _read_anthropic(self, parsed: dict[str, Any]) -> None:
+    def _read_anthropic(self, event: bytes, parsed: dict[str, Any]) -> bytes:
         """Input tokens come with the first event, output tokens with the last but one; both are totals."""
         kind = parsed.get("type")
         if kind == "message_stop":
             self.done = self.finish_reason is not None
             self.error = None if self.done else ABORTED
-        elif kind in ("message_start", "message_delta"):
+            return self._held_events() + event
+        if kind in ("message_start", "message_delta"):
             holder = parsed.get("message") if kind == "message_start" else parsed
             usage = holder.get("usage") if isinstance(holder, dict) else None
             if isinstance(usage, dict):
@@ -250,6 +259,7 @@ class StreamReader:
             reason = delta.get("stop_reason") if isinstance(delta, dict) else None
             self.error = fault_of(reason)
             self.finish_reason = reason if isinstance(reason, str) else self.finish_reason
+        return self._hold(event, parsed) if self.finish_reason is not None else event
 
     def _read_response(self, parsed: dict[str, Any]) -> None:
         response = parsed.get("response")

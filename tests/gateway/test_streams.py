@@ -230,6 +230,32 @@ def test_a_finish_reason_comes_with_the_end(wants_usage: bool) -> None:
     ]
 
 
+def test_the_reason_to_stop_a_message_comes_with_its_end() -> None:
+    """A client that stops reading there, as one that translates it into a chat may, has a finished turn."""
+    reader = StreamReader("messages")
+    reader.read(b"".join(ANTHROPIC[:-2]))
+    assert [reader.read(block) for block in ANTHROPIC[-2:]] == [b"", ANTHROPIC[-2] + ANTHROPIC[-1]]
+
+
+def test_the_ends_of_sglangs_outputs_come_with_the_end() -> None:
+    """And an output that has not ended is not held up by one that has."""
+
+    def output(index: int, reason: str | None) -> bytes:
+        meta = {"finish_reason": reason and {"type": reason}, "prompt_tokens": 3, "completion_tokens": 1}
+        return event({"text": "a", "output_ids": [5], "meta_info": meta, "index": index})
+
+    reader = StreamReader("generate")
+    blocks = [output(0, None), output(0, "stop"), output(1, None), output(1, "length"), DONE]
+    assert [reader.read(block) for block in blocks] == [
+        blocks[0],
+        b"",
+        blocks[2],
+        b"",
+        blocks[1] + blocks[3] + DONE,
+    ]
+    assert reader.done
+
+
 @pytest.mark.parametrize("wants_usage", [True, False])
 def test_usage_that_was_not_requested_is_removed(wants_usage: bool) -> None:
     """The gateway always asks for usage; a client that did not must not get a chunk without choices."""
