@@ -80,6 +80,7 @@ class Endings:
         if usage and usage.prompt_tokens > 0:
             self._arrivals.learn(turn.ask, usage)
             self._metrics.tokens(usage.prompt_tokens, usage.cached_tokens or 0, usage.completion_tokens)
+        self._kept_tokens.ended(turn)
         if turn.ask.is_inferred or turn.choices:
             self._remember(turn, outcome.content())
         if dispatch is not None:
@@ -121,7 +122,6 @@ class Endings:
 
     def _remember(self, turn: Turn, content: Any) -> None:
         trajectory_id, history = turn.ask.trajectory_id, turn.ask.history
-        self._kept_tokens.ended(turn)
         if history is None:
             return
         self._conversations.remember(trajectory_id, turn.ask.request, history, content)

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import permutations
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -11,6 +12,7 @@ import pytest
 
 from engines.simulated.server import serve_engine
 from engines.simulated.settings import Fault, FaultKind, SimulatedEngineSettings
+from store import open_store
 from tests.support.gateway import ADMIN, REUSED_FOR, eventually, running_gateway
 
 CONTEXTS = {"large": 32_768, "middle": 8_192, "small": 4_096}
@@ -104,11 +106,13 @@ async def test_an_engine_that_fails_is_reported_before_one_that_lacks_the_route(
             assert answer.status_code >= 500
 
 
-async def test_a_turn_that_ends_where_it_passes_through_keeps_no_tokens() -> None:
-    """What its first leg made, at an engine with token routes, belongs to another answer."""
+async def test_a_turn_that_ends_where_it_passes_through_keeps_no_tokens(tmp_path: Path) -> None:
+    """What its first leg made, at an engine with token routes, belongs to another answer. It stayed in the store, where
+    an equal request of the trajectory would go on from it after a restart."""
     dies = Fault("die", after_chunks=1, path="/inference")
     lacks = Fault("html", path="/v1/completions/render")
-    settings = {"token_legs": "auto", "retry_pause_s": 600}
+    store = f"sqlite:{tmp_path / 's.sqlite3'}"
+    settings = {"token_legs": "auto", "retry_pause_s": 600, "store": store, "save_tokens_s": 1e-9}
     async with unlike_engines({"faults": (dies,)}, {"faults": (lacks,)}, **settings) as (client, [_, other]):
         await client.post(f"/v1/engines/{other}/cordon", headers=ADMIN)
         messages = [{"role": "user", "content": "Tell me about looms."}]
@@ -126,3 +130,7 @@ async def test_a_turn_that_ends_where_it_passes_through_keeps_no_tokens() -> Non
         assert (turn["engine"], turn["legs"], turn["tokens"]) == (other, 2, "none")
         shown = (await client.get("/v1/trajectories/a/tokens")).json()
         assert (shown["turns"], [one["why"] for one in shown["missing"]]) == ([], ["no_token_legs"])
+    record = open_store(store)
+    await record.open()
+    assert await record.get_pieces("a", "partial/") == {}
+    await record.close()
