@@ -249,9 +249,10 @@ class Scheduler:
             failed = self._queues.engine_of[turn]
             for one in (failed,) if is_busy else (failed, *self._beside(failed)):
                 turn.avoided[one.spec.engine_id] = self._at + pause_s
-            # A busy engine did no work for the turn, so its wait counts from the start: the queue timeout still ends
-            # it.
-            self._wait_again(turn, turn.queued_at if is_busy else self._at, actions)
+            # A busy engine that made nothing did no work for the turn, so its wait counts from the start: the queue
+            # timeout still ends it.
+            since = turn.queued_at if is_busy and not event.has_made else self._at
+            self._wait_again(turn, since, actions)
         else:
             self._end(turn)
             if wants_retry and is_aborted:

@@ -159,6 +159,7 @@ class TurnFailed:
         can_retry: whether nothing of this leg has reached the client.
         retry_after_s: how long a busy engine asks to be left alone; None if it does not say.
         broke_off: whether its engine broke off before it had made anything, as one does that this turn kills.
+        has_made: whether its leg made tokens.
     """
 
     at: float
@@ -168,6 +169,7 @@ class TurnFailed:
     can_retry: bool
     retry_after_s: float | None = None
     broke_off: bool = False
+    has_made: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -169,8 +169,11 @@ class RunningTurns:
             can_retry = turn.can_go_on
             turn.leg_failed(failure.error)
             now, pause_s = self._clock(), failure.retry_after_s
-            broke_off = can_retry and failure.broke_off and turn.num_chunks <= num_before
-            self._driver.post(TurnFailed(now, turn.turn_id, turn.leg, failure.fault, can_retry, pause_s, broke_off))
+            has_made = can_retry and turn.num_chunks > num_before
+            broke_off = can_retry and failure.broke_off and not has_made
+            self._driver.post(
+                TurnFailed(now, turn.turn_id, turn.leg, failure.fault, can_retry, pause_s, broke_off, has_made)
+            )
             if not can_retry or failure.fault is Fault.REQUEST:
                 raise Refused(failure.error, should_retry=failure.should_retry) from None
             self._metrics.retried_legs.labels(failure.fault.value).inc()

@@ -1,6 +1,7 @@
 """Engines that refuse work for now are left alone, and others are asked."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 
 import httpx
@@ -11,7 +12,7 @@ from engines.simulated.settings import Fault, SimulatedEngineSettings
 from tests.faults.asking import ask, body_of, check_error
 from tests.faults.raw_engine import raw_engine, resets, whole, writes
 from tests.support.engine import Asked, Script, recorded_engine
-from tests.support.gateway import running_gateway
+from tests.support.gateway import eventually, running_gateway
 
 ANSWER = b'{"choices":[{"index":0,"message":{"content":"x"},"finish_reason":"stop"}]}'
 
@@ -44,6 +45,22 @@ async def test_a_busy_engine_is_left_alone_at_token_level(client: httpx.AsyncCli
         began_at = asyncio.get_running_loop().time()
         assert (await ask(client, gateway.url, "chat", body_of("chat"))).is_finished("chat")
         assert asyncio.get_running_loop().time() - began_at > 2.9
+
+
+async def test_a_long_leg_that_its_engine_aborts_goes_on(client: httpx.AsyncClient) -> None:
+    """As vLLM does when it is paused or shut down. A turn that had run for longer than turns may wait was refused with
+    `queue_timeout`."""
+    async with (
+        serve_engine(SimulatedEngineSettings(speed_up=1)) as engine,
+        running_gateway(engine, queue_timeout_s=3, retry_pause_s=0, token_legs="auto") as gateway,
+    ):
+        asking = asyncio.create_task(ask(client, gateway.url, "chat", body_of("chat", tokens=400)))
+        began_at = time.monotonic()
+        await eventually(lambda: time.monotonic() > began_at + 3.2)
+        assert not asking.done()
+        await client.post(engine + "/abort_requests")
+        reply = await asking
+    assert reply.is_finished("chat") and reply.json["usage"]["completion_tokens"] == 400
 
 
 async def test_a_render_that_is_refused_for_now_is_asked_for_again(client: httpx.AsyncClient) -> None:

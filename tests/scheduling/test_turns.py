@@ -309,6 +309,18 @@ def test_a_turn_does_not_wait_for_a_busy_engine_forever() -> None:
     assert fleet.tick(6.0) == [Reject("a", Refusal.QUEUE_TIMEOUT, 5.0)]
 
 
+def test_a_leg_that_made_tokens_did_not_wait_while_it_ran() -> None:
+    """Also if its engine broke it off to be busy with something else: only what it waits from then on counts."""
+    fleet = Fleet(limits=Limits(queue_timeout_s=10, retry_pause_s=4))
+    fleet.engine("A")
+    fleet.arrive("a")
+    fleet.at = 100.0
+    fleet.handle(TurnFailed(fleet.at, "a", 1, Fault.BUSY, True, has_made=True))
+    assert fleet.sent(fleet.tick(4.0)) == [("a", "A")]
+    fleet.fail("a", leg=2, fault=Fault.BUSY)
+    assert fleet.tick(6.0) == [Reject("a", Refusal.QUEUE_TIMEOUT, 5.0)]
+
+
 def test_a_turn_that_its_engine_failed_does_not_hold_back_others() -> None:
     """While it may not return there, turns behind it may run."""
     fleet = Fleet()
