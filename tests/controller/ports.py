@@ -76,17 +76,37 @@ class LostMessage:
         pass
 
 
+@dataclass
+class Watched:
+    """Points of which whoever waits for a change is told, too.
+
+    Args:
+        changed: is set at every point and every look. Whatever changes there has done so when others run again.
+    """
+
+    points: Points
+    changed: asyncio.Event
+
+    def pass_point(self) -> None:
+        self.changed.set()
+        self.points.pass_point()
+
+    def look(self) -> None:
+        self.changed.set()
+        self.points.look()
+
+
 class FusedJournal(Journal):
     """A journal with a point before and after each record."""
 
-    def __init__(self, path: Path, fuse: Fuse) -> None:
+    def __init__(self, path: Path, points: Points) -> None:
         super().__init__(path)
-        self._fuse = fuse
+        self._points = points
 
     def write(self, **record: Any) -> State:
-        self._fuse.pass_point()
+        self._points.pass_point()
         state = super().write(**record)
-        self._fuse.pass_point()
+        self._points.pass_point()
         return state
 
 
@@ -97,6 +117,7 @@ class Cluster:
     Args:
         turns: running on each server, by URL; they end one look after it gets no new ones.
         asleep: addresses of servers that sleep; see `answering_engines`.
+        changed: set whenever something here may have changed.
         num_looks_lost: as many of the next looks at the gateway find nobody.
         num_finds_lost, num_inventories_lost: as many of the next looks at the launcher's servers, or devices, fail.
     """
@@ -104,6 +125,7 @@ class Cluster:
     devices: tuple[str, ...]
     port: int
     asleep: set[str] = field(default_factory=set)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
     servers: dict[str, Server] = field(default_factory=dict)
     members: dict[str, Member] = field(default_factory=dict)
     turns: dict[str, int] = field(default_factory=dict)
@@ -259,11 +281,12 @@ class MemoryDemand:
 
 
 @asynccontextmanager
-async def answering_engines(asleep: set[str] | None = None) -> AsyncIterator[int]:
+async def answering_engines(asleep: set[str] | None = None, changed: asyncio.Event | None = None) -> AsyncIterator[int]:
     """One listener at every loopback address: each is an engine that answers every request with 200. Gives its port.
 
     Args:
         asleep: addresses that were told to fall asleep, and not to wake since. They refuse to generate tokens.
+        changed: is set whenever one falls asleep or wakes.
     """
     sleeping = set() if asleep is None else asleep
 
@@ -272,6 +295,8 @@ async def answering_engines(asleep: set[str] | None = None) -> AsyncIterator[int
             sleeping.add(address)
         if target.startswith("/wake_up"):
             sleeping.discard(address)
+        if changed is not None and target.startswith(("/sleep", "/wake_up")):
+            changed.set()
         return 503 if target == "/v1/completions" and address in sleeping else 200
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -176,9 +176,9 @@ async def test_engines_that_serve_are_adopted_before_a_sleeper_on_their_devices(
 ) -> None:
     """The journal is lost, the sleeper is older, and SGLang does not tell who sleeps: the engines were stopped under
     their turns, and the sleeper kept. It makes no difference whether the gateway still knows the sleeper."""
-    asleep: set[str] = set()
-    async with answering_engines(asleep) as port:
-        run = run_in(memory_folder / "lost", port, asleep)
+    asleep, changed = set[str](), asyncio.Event()
+    async with answering_engines(asleep, changed) as port:
+        run = run_in(memory_folder / "lost", port, asleep, changed)
         run.changes = [Change((1, 1))]
         made = await run.run_controller(Fuse())
         serving = {one.server_id for one in made.journal.state.wanted}
