@@ -1,6 +1,7 @@
 """How many turns an engine runs at once that does not tell."""
 
 from dataclasses import replace
+from functools import cache
 from random import Random
 from statistics import fmean
 
@@ -120,6 +121,7 @@ def test_a_rollout_takes_as_long_as_with_slots_that_are_told() -> None:
     engine = replace(load_profile("qwen3-8b-h100-tp1"), slots=1_024)
     workloads = [draw(law_named("coding"), 800, seed, scale=0.1) for seed in (1, 2)]
 
+    @cache
     def mean_s(slots: int, tells_slots: bool) -> float:
         profiles, conditions = [replace(engine, slots=slots)], Conditions(tells_slots=tells_slots)
         return fmean(simulated_makespan_s(one, profiles, "heddle", 0.0, conditions=conditions) for one in workloads)
