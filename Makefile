@@ -127,10 +127,11 @@ types: install
 imports: install
 	$(BIN)/lint-imports
 
-# One process compiles the tests and what they import; else each of the six that run them does so at the same time.
+# One process compiles the tests and what they import, and tabulates Unicode for Hypothesis; else each of the six that
+# run them does so at the same time.
 bytecode: install
 	@found=$$($(BIN)/python -m pytest --collect-only 2>&1) || { echo "$$found"; exit 1; }
-	@$(BIN)/python -c "import anthropic"
+	@$(BIN)/python -c "import anthropic; from hypothesis import strategies; strategies.text().validate()"
 
 redis:
 	@deploy/get-redis.sh > /dev/null
