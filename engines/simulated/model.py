@@ -167,11 +167,11 @@ class SimulatedEngine:
 
     def next_event_at(self) -> float | None:
         """When the batch changes next, if nothing comes from outside; no event is earlier. None: it idles."""
-        return self._run.end_of(self._run.num_steps) if self._run else None
+        return self._run.end_at if self._run else None
 
     def next_step_at(self) -> float | None:
         """When the current step ends and the next tokens appear. None: it idles."""
-        return self._run.end_of(self._run.num_done + 1) if self._run else None
+        return self._run.next_at if self._run else None
 
     def num_generated(self, id: str) -> int:
         """The output tokens of a sequence that the engine holds."""
@@ -227,7 +227,7 @@ class SimulatedEngine:
         self._begin_run()
 
     def _end_run(self, run: Steps) -> None:
-        self._now = run.end_of(run.num_done)
+        self._now = run.done_at
         self._run = None
         self._batching.end(self._now, run.num_done)
 
@@ -236,7 +236,7 @@ class SimulatedEngine:
             self._run = self._batching.begin(self._now)
 
     def _is_in_step(self) -> bool:
-        return self._run is not None and self._run.end_of(self._run.num_done) < self._now
+        return self._run is not None and self._run.done_at < self._now
 
     def _num_done(self) -> int:
         return self._run.num_done if self._run else 0

@@ -5,6 +5,7 @@ import asyncio
 import dataclasses
 import random
 from collections.abc import Awaitable, Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,8 +36,15 @@ def arguments(url: str, *more: str) -> argparse.Namespace:
 def measured(truth: EngineProfile, noise: float = 0.0, request_s: float = 0.0, seed: int = 0) -> list[Measurement]:
     """The full plan on a simulated engine, with multiplicative noise and a fixed time besides the engine's."""
     dice = random.Random(seed)
+    return [
+        Measurement(batch, (seconds + request_s) * dice.gauss(1.0, noise)) for batch, seconds in simulated_plan(truth)
+    ]
+
+
+@cache
+def simulated_plan(truth: EngineProfile) -> list[tuple[Batch, float]]:
     batches = plan(truth.slots, truth.kv_capacity_tokens, 32_768, is_quick=False)
-    return [Measurement(batch, (simulated_s(truth, batch) + request_s) * dice.gauss(1.0, noise)) for batch in batches]
+    return [(batch, simulated_s(truth, batch)) for batch in batches]
 
 
 def step_errors(fitted: EngineProfile, truth: EngineProfile) -> list[float]:
