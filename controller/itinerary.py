@@ -36,14 +36,7 @@ def itinerary(
 
     If `min_engines` forbids the change, the last round leaves something undone: see `is_reached`.
     """
-    rounds = []
-    now = _drained(seen)
-    while steps := next_steps(wanted, now, spares=spares, min_engines=min_engines, max_starting=max_starting):
-        rounds.append(steps)
-        for step in steps:
-            now = after(step, now)
-        now = _drained(now)
-    return rounds
+    return _played(wanted, seen, spares, min_engines, max_starting)[0]
 
 
 def is_reachable(
@@ -61,15 +54,30 @@ def is_reachable(
     """
     idle = {one.server_id for one in seen if not one.is_serving and (one.is_member or not one.is_alive)}
     now = [replace(one, has_served=one.has_served or one.server_id in idle) for one in seen]
-    for steps in itinerary(wanted, now, spares=spares, min_engines=min_engines, max_starting=max_starting):
+    now = _played(wanted, now, spares, min_engines, max_starting)[1]
+    return is_reached(wanted, [replace(one, is_serving=True) if one.server_id in idle else one for one in now])
+
+
+def _played(
+    wanted: Sequence[DesiredServer],
+    seen: Sequence[ObservedServer],
+    spares: Sequence[DesiredServer],
+    min_engines: int,
+    max_starting: int,
+) -> tuple[list[list[Step]], list[ObservedServer]]:
+    """The rounds of steps, and what is seen after them."""
+    rounds, now = [], _drained(seen)
+    while steps := next_steps(wanted, now, spares=spares, min_engines=min_engines, max_starting=max_starting):
+        rounds.append(steps)
         for step in steps:
             now = after(step, now)
-    return is_reached(wanted, [replace(one, is_serving=True) if one.server_id in idle else one for one in now])
+        now = _drained(now)
+    return rounds, now
 
 
 def _drained(seen: Sequence[ObservedServer]) -> list[ObservedServer]:
     """The servers once all turns on cordoned ones have ended."""
-    return [replace(one, num_turns=0) if one.is_cordoned else one for one in seen]
+    return [replace(one, num_turns=0) if one.is_cordoned and one.num_turns else one for one in seen]
 
 
 def after(step: Step, seen: Sequence[ObservedServer]) -> list[ObservedServer]:
