@@ -33,6 +33,8 @@ async def started(file: str, url: str, *arguments: str) -> Process:
         cwd=ROOT,
         stdout=PIPE,
         stderr=STDOUT,
+        # Where a shell runs the tests in the background, they inherit that Ctrl-C is ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
