@@ -25,8 +25,9 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
 START_TIMEOUT_S = 600.0
 NUM_AGENTS = 3
-# Long enough that starting servers get most of the machine, short enough that every agent has many turns in a change.
-TOOL_S = 3.0
+# Long enough that starting servers get most of the machine, and that servers mostly leave while an agent runs a tool;
+# short enough that every agent has many turns in a change.
+TOOL_S = 6.0
 # In every trajectory from its first turn on, so that its KV is worth a move.
 TASK = "Weave the warp through the heddle, thread by thread. " * 40
 
