@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from engines.flags import flag_of
 from engines.simulated.answers import Wish
 from engines.simulated.exchange import ApiError, InvalidField
 
@@ -10,9 +11,6 @@ Body = dict[str, Any]
 ANY_OBJECT: Body = {"type": "object", "properties": {"answer": {"type": "string"}}}
 """The schema of an answer that may be any object."""
 
-# Besides null, what pydantic takes for a boolean; 1 and 0 equal the first of each.
-_YES = (True, "1", "t", "true", "y", "yes", "on")
-_NO = (False, "0", "f", "false", "n", "no", "off")
 _MAX_LOGPROBS = 20  # vLLM's --max-logprobs
 _MAX_CHOICES = 128  # each is generated in full before the first step
 
@@ -36,10 +34,10 @@ def flag(body: Body, name: str, default: bool = False) -> bool:
     value = body.get(name)
     if value is None:
         return default
-    said = value.lower() if isinstance(value, str) else value
-    if said not in _YES and said not in _NO:
+    read = flag_of(value)
+    if read is None:
         raise InvalidField(name, "Input should be a valid boolean")
-    return said in _YES
+    return read
 
 
 def items(body: Body, name: str) -> list[Any]:

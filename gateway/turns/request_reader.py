@@ -9,6 +9,7 @@ from typing import Any
 import orjson
 from xxhash import xxh3_128
 
+from engines.flags import flag_of
 from engines.upstream import SGLANG_GENERATE
 from gateway.config import Settings
 from gateway.fleet.fleet import Fleet
@@ -43,9 +44,6 @@ from scheduling.types import ACTIVE
 _MAX_HINT = 1_000
 # A shorter body is parsed in less time than it takes to find its members and parse some of them.
 _LAZY_FROM_BYTES = 8_192
-# What engines take for a boolean, as pydantic does; 1 and 0 equal the first of each.
-_YES = (True, "1", "t", "true", "y", "yes", "on")
-_NO = (False, "0", "f", "false", "n", "no", "off")
 
 
 class RequestReader:
@@ -227,13 +225,12 @@ def named(scope: Mapping[str, Any], body: bytes) -> Headers:
 
 def _wants_stream(request: Mapping[str, Any]) -> bool:
     stream = request.get("stream")
-    if isinstance(stream, str):
-        stream = stream.lower()
-    if stream is None or stream in _NO:
+    if stream is None:
         return False
-    if stream not in _YES:
+    wants_stream = flag_of(stream)
+    if wants_stream is None:
         raise bad_request("'stream' must be true or false.", "stream")
-    return True
+    return wants_stream
 
 
 def _priority(identity: Identity) -> int:
