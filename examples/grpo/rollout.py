@@ -46,7 +46,7 @@ class Played:
 
 async def play(gateway: str, api_key: str, plan: Plan, rollout_id: str, step: int) -> list[Played]:
     """Play all agents of a step, post their rewards, and finish their trajectories."""
-    async with _http(gateway, api_key) as http, AsyncOpenAI(base_url=f"{gateway}/v1", api_key=api_key) as client:
+    async with _http(gateway, api_key) as http, _openai(gateway, api_key) as client:
         model = (await client.models.list()).data[0].id
 
         async def one(group: int, sibling: int) -> Played:
@@ -92,6 +92,10 @@ async def _trajectory(
         completion_tokens += answer.usage.completion_tokens if answer.usage else 0
         messages += [{"role": "assistant", "content": text}, {"role": "user", "content": _count_letters(text)}]
     return Played(trajectory_id, answers, completion_tokens, _reward(answers))
+
+
+def _openai(gateway: str, api_key: str) -> AsyncOpenAI:
+    return AsyncOpenAI(base_url=f"{gateway}/v1", api_key=api_key, timeout=14_400)  # by default, turns fail after 600 s
 
 
 def _http(gateway: str, api_key: str) -> httpx.AsyncClient:
