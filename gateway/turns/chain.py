@@ -59,7 +59,7 @@ class Chain:
         self.parent = parent
         self.output_ids: list[int] = []
         self.logprobs: list[Any] = []  # entries if the client is told of them, else numbers or entries
-        self._versions: list[VersionSpan] = []  # the last span extends to the end of the output, whatever its own end
+        self._versions: list[tuple[str, int]] = []  # each with the index of the first token that it made
         self._texts: list[str] = []
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
@@ -75,7 +75,8 @@ class Chain:
 
     def restore(self, ids: list[int], logprobs: list[Any], versions: list[VersionSpan]) -> None:
         """Take up what an earlier process made; none of it was told."""
-        self.output_ids, self.logprobs, self._versions = ids, logprobs, versions
+        self.output_ids, self.logprobs = ids, logprobs
+        self._versions = [(span.version, span.start) for span in versions]
 
     @property
     def text(self) -> str:
@@ -92,10 +93,12 @@ class Chain:
     @property
     def versions(self) -> list[VersionSpan]:
         """Which weights made the tokens, without gaps."""
-        if len(self._versions) == 1 and self.output_ids:
-            return [VersionSpan(self._versions[0].version, self._versions[0].start, len(self.output_ids))]
-        spans = _until(len(self.output_ids), self._versions)
-        return [*spans[:-1], *(VersionSpan(last.version, last.start, len(self.output_ids)) for last in spans[-1:])]
+        spans, end = [], len(self.output_ids)
+        for version, start in reversed(self._versions):
+            if start < end:
+                spans.append(VersionSpan(version, start, end))
+                end = start
+        return spans[::-1]
 
     @property
     def chosen_logprobs(self) -> "array[float] | None":
@@ -183,7 +186,7 @@ class Chain:
         self._cut(0)
 
     def _cut(self, length: int) -> None:
-        self._versions = _until(length, self.versions)
+        self._versions = self._versions_before(length)
         self.output_ids = self.output_ids[:length]
         self.logprobs = self.logprobs[:length]
 
@@ -204,10 +207,10 @@ class Chain:
         may_stop = start >= self.rendered.stops_after
         if piece.versions:
             self._note_versions(piece)
-        elif ids and (not self._versions or self._versions[-1].version != version):
+        elif ids and (not self._versions or self._versions[-1][0] != version):
             if len(ids) > 1 and start > self._leg_start and self._doubtful_start is None:
                 self._doubtful_start = start
-            self._begin_version(version, start)
+            self._versions.append((version, start))
         if self._ids_again:
             start += self._again(ids)
         self.output_ids += ids
@@ -238,16 +241,13 @@ class Chain:
     def _note_versions(self, piece: Piece) -> None:
         """Replace the assumed versions of a whole leg with those that the engine reports."""
         self._doubtful_start = None
-        self._versions = _until(self._leg_start, self._versions)
+        self._versions = self._versions_before(self._leg_start)
         for version, first, last in piece.versions:
-            if last > first and (not self._versions or self._versions[-1].version != version):
-                self._begin_version(version, self._leg_start + first)
+            if last > first and (not self._versions or self._versions[-1][0] != version):
+                self._versions.append((version, self._leg_start + first))
 
-    def _begin_version(self, version: str, start: int) -> None:
-        if self._versions:
-            last = self._versions[-1]
-            self._versions[-1] = VersionSpan(last.version, last.start, start)
-        self._versions.append(VersionSpan(version, start, start))
+    def _versions_before(self, end: int) -> list[tuple[str, int]]:
+        return [begun for begun in self._versions if begun[1] < end]
 
     def _again(self, ids: list[int]) -> int:
         """How many of these tokens the client was told before."""
@@ -278,7 +278,3 @@ class Chain:
         if self._seam.is_passed:
             self._seam = None
         return text
-
-
-def _until(end: int, spans: Sequence[VersionSpan]) -> list[VersionSpan]:
-    return [VersionSpan(span.version, span.start, min(span.end, end)) for span in spans if span.start < end]
