@@ -154,7 +154,7 @@ class KvMoves:
         self._of_turns[ended] = source.engine_id
         try:
             asked = await self._asked(turn.ask.trajectory_id, turn, target)
-            return asked is not None and await self._counted(turn.ask.trajectory_id, *asked, source, target)
+            return asked is not None and await self._counted(asked, source, target)
         finally:
             del self._of_turns[ended]
             ended.set_result(None)
@@ -181,34 +181,28 @@ class KvMoves:
                 asked = await self._asked(move.trajectory_id, None, target) if is_long else None
                 if asked is not None:
                     source = self._source(under_way.source, target, context)
-                    await self._counted(move.trajectory_id, *asked, source, target, prefills=True)
+                    await self._counted(asked, source, target, prefills=True)
         except UnknownEngine:
             return  # an engine left the fleet meanwhile
         finally:
             if self._under_way.get(move.trajectory_id) is under_way:
                 del self._under_way[move.trajectory_id]
 
-    async def _asked(self, trajectory_id: str, turn: Turn | None, target: Member) -> tuple[str, dict[str, Any]] | None:
+    async def _asked(self, trajectory_id: str, turn: Turn | None, target: Member) -> TransferRequest | None:
         """As `Contexts.request`; None, and counted, also if it cannot be read: its turn was not read whole either."""
         try:
-            return await self.contexts.request(trajectory_id, turn)
+            known = await self.contexts.request(trajectory_id, turn)
         except ValueError as fault:
             self._note("failed", trajectory_id, None, target, why=fault)
             return None
+        return TransferRequest(trajectory_id, known[0], one_token(*known)) if known is not None else None
 
     async def _counted(
-        self,
-        trajectory_id: str,
-        path: str,
-        request: dict[str, Any],
-        source: Member | None,
-        target: Member,
-        prefills: bool = False,
+        self, asked: TransferRequest, source: Member | None, target: Member, prefills: bool = False
     ) -> bool:
         """Bring it, and count the outcome; returns whether it is there."""
-        began_at, version = self._clock(), target.server.weight_version
+        began_at, version, trajectory_id = self._clock(), target.server.weight_version, asked.trajectory_id
         context = self.contexts.get(trajectory_id)
-        asked = TransferRequest(trajectory_id, path, one_token(path, request))
         can_load = context is not None and _can_load(context, target)
         outcome = ""
         try:
