@@ -12,7 +12,7 @@
 
 import asyncio
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from engines.http import FAULTS
@@ -41,7 +41,7 @@ class _UnderWay:
     move: Move
     source: str
     has_begun: bool = False
-    task: "asyncio.Task[None] | None" = None
+    task: "asyncio.Task[None]" = field(init=False)
 
 
 class KvMoves:
@@ -85,7 +85,7 @@ class KvMoves:
     def cancel(self, trajectory_id: str) -> None:
         """The move of a trajectory is no longer useful."""
         under_way = self._under_way.pop(trajectory_id, None)
-        if under_way is not None and under_way.task is not None:
+        if under_way is not None:
             under_way.task.cancel()
 
     async def settled(self, source: str, timeout_s: float) -> int:
@@ -135,14 +135,14 @@ class KvMoves:
 
     async def close(self) -> None:
         """Abandon all moves under way."""
-        tasks = [one.task for one in self._under_way.values() if one.task]
+        tasks = [one.task for one in self._under_way.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._transfers.close()
 
     def _moves_from(self, source: str) -> "list[asyncio.Future[None]]":
-        tasks = [one.task for one in self._under_way.values() if one.task and one.source == source]
+        tasks = [one.task for one in self._under_way.values() if one.source == source]
         of_turns = [ended for ended, other in self._of_turns.items() if other == source]
         return [*(task for task in tasks if not task.done()), *of_turns]
 
@@ -161,7 +161,7 @@ class KvMoves:
 
     async def _has_ended(self, under_way: _UnderWay) -> bool:
         """Wait for a move in a tool call; False if that took as long as a move may: then nothing else is tried."""
-        if not under_way.has_begun or under_way.task is None:
+        if not under_way.has_begun:
             self.cancel(under_way.move.trajectory_id)  # then the turn's own move goes before those that still wait
             return True
         await asyncio.wait([under_way.task], timeout=self._settings.kv_move_timeout_s)
