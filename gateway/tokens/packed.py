@@ -6,7 +6,7 @@ trainer asks.
 """
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -74,7 +74,7 @@ def kept(tokens: TurnTokens, parent: str | None, prompt: TokenIds, before: Token
         before: its parent's ids, with which the prompt begins.
     """
     output = TokenIds.of(tokens.output_ids)
-    floats = None if tokens.logprobs is None else _floats(tokens.logprobs)
+    floats = None if tokens.logprobs is None else array("f", tokens.logprobs).tobytes()
     assert floats is None or len(floats) == LOGPROB_BYTES * len(output), "one log-probability per token"
     if before.text:  # after the comma
         prompt = TokenIds(prompt.text[len(before.text) + 1 :], len(prompt) - len(before))
@@ -181,8 +181,3 @@ def rooted(turns: list[KeptTurn]) -> dict[str, KeptTurn]:
             kept.add(turn.turn_id)
     in_order = sorted(turns, key=lambda turn: turn.ended_at)
     return {turn.turn_id: turn for turn in in_order if turn.turn_id in kept}
-
-
-def _floats(values: Sequence[float]) -> bytes:
-    # From a list, array is twice as fast as numpy; from any buffer, numpy copies or converts.
-    return (array("f", values) if isinstance(values, list | tuple) else np.asarray(values, np.float32)).tobytes()
