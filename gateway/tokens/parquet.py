@@ -1,5 +1,6 @@
 """Writes Parquet in pieces, returned as they are written. Only this needs pyarrow, so a gateway can do without it."""
 
+import io
 from typing import Any
 
 import orjson
@@ -85,16 +86,14 @@ class ParquetFile:
                 return self._arrow.struct([(name, self._type(inner)) for name, inner in kind])
 
 
-class _Sink:
+class _Sink(io.RawIOBase):
     """What pyarrow writes to: it keeps what was written since the last `take`."""
-
-    closed = False
 
     def __init__(self) -> None:
         self._parts: list[bytes] = []
         self._num_bytes = 0
 
-    def write(self, data: Any) -> int:
+    def write(self, data: Any, /) -> int:
         self._parts.append(bytes(data))
         self._num_bytes += len(data)
         return len(data)
@@ -102,20 +101,8 @@ class _Sink:
     def tell(self) -> int:
         return self._num_bytes
 
-    def flush(self) -> None:
-        pass
-
-    def close(self) -> None:
-        self.closed = True
-
-    def readable(self) -> bool:
-        return False
-
     def writable(self) -> bool:
         return True
-
-    def seekable(self) -> bool:
-        return False
 
     def take(self) -> bytes:
         taken = b"".join(self._parts)
