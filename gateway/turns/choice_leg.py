@@ -171,7 +171,6 @@ class ChoiceLeg:
                 raise AnswerTooLarge(str(error)) from None
             if not has_more and not relay.is_over:
                 raise _broken_off()
-            relay.was_told()
             if outlet is not None and isinstance(writer, ParsedWriter) and self._chain.finish_reason is None:
                 told = await writer.tell(place.routes, place.member.http, self._chain, self._timeout_s)
                 writer.pause(place.clock())

@@ -29,7 +29,6 @@ class TokenRelay:
 
     Attributes:
         has_begun: a first event has come.
-        has_finished: the answer is complete; only its usage may follow.
         is_over: the stream has ended, or need not go on.
         error: why it ended badly.
     """
@@ -44,7 +43,6 @@ class TokenRelay:
         now: Callable[[], float],
     ) -> None:
         self.has_begun = False
-        self.has_finished = False
         self.is_over = False
         self.error: ApiError | None = None
         self._choice = choice
@@ -59,7 +57,6 @@ class TokenRelay:
         self._now = now
         self._splitter = EventSplitter()
         self._told: list[bytes] = []
-        self._is_due = False
 
     def take(self, piece: bytes) -> bool:
         """Take a piece of the stream.
@@ -86,10 +83,9 @@ class TokenRelay:
             if told:
                 assert self._outlet is not None
                 is_full = self._outlet.stream(told)
-        if self._parsed is not None and not self._is_due:
-            self._is_due = self._parsed.is_due(self._now())
         is_first = was_first and self.has_begun
-        return not (is_first or self._is_due or self.is_over or is_full)
+        is_due = self._parsed is not None and self._parsed.is_due(self._now())
+        return not (is_first or is_due or self.is_over or is_full)
 
     def _event(self, data: bytes, version: str) -> None:
         try:
@@ -104,24 +100,20 @@ class TokenRelay:
             self.error, self.is_over = error, True
             piece = Piece(piece.ids, piece.text, piece.logprobs, None, None, piece.versions)
         chain = self._chain
+        was_finished = chain.finish_reason is not None  # only the answer's usage may follow then
         new = chain.add(piece, version)
         if self._parsed is not None:
             self._parsed.add(new.ids)
         elif self._text is not None and chain.finish_reason is None and (new.text or new.logprobs):
             self._told.append(self._text.tell(new.text, new.logprobs))
-        if chain.finish_reason is not None and not self.has_finished:
+        if chain.finish_reason is not None and not was_finished:
             self._finish(new, piece.finish_reason is not None)
 
     def _finish(self, new: NewText, is_known: bool) -> None:
-        self.has_finished = True
         self.is_over = self.is_over or not is_known  # ended by a stop string that its engine cannot see
         if self._text is not None:
             chain = self._chain
             self._choice.last = self._text.tell(new.text, new.logprobs, chain.finish_reason, chain.stop_reason)
-
-    def was_told(self) -> None:
-        """The writer has told what was due."""
-        self._is_due = False
 
 
 def data_of_each(block: bytes) -> list[bytes]:
