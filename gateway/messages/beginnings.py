@@ -68,7 +68,7 @@ class Beginnings:
     def read(self, trajectory_id: str | None, body: bytes) -> LazyObject:
         """A request of this trajectory. One that names none is compared with those that share its first bytes.
 
-        Raises as LazyObject.
+        Raises as `members_of`.
         """
         size = len(body)
         keys = (trajectory_id,) if trajectory_id is not None else (_start(body, size), _start(body, size // 2))
@@ -101,28 +101,28 @@ class Beginnings:
         members: Members = {name: view[first:last] for name, first, last in known.places}
         members[known.name] = view[known.start : end]
         if known.name in added or body[end - 2] != _BRACE:
-            return LazyObject(body, members | added), None
+            return LazyObject(members | added), None
         at_known.update(view[known.length : end - 1])
         beginning = known._replace(length=end - 1, digest=at_known.digest())
         growth = Growth(known.name, known.digest, beginning.digest, bytes(grown))
-        return LazyObject(body, members | added, growth), beginning
+        return LazyObject(members | added, growth), beginning
 
     def _searched(self, body: bytes) -> tuple[LazyObject, Beginning | None]:
         """Any body, and how the next may begin."""
         members = members_of(body)
         name = next((name for name in _CONVERSATIONS if name in members), None)
         if name is None:
-            return LazyObject(body, members), None
+            return LazyObject(members), None
         start, end = _place(members[name], body)
         if body[start] != _BRACKET or body[end - 2] != _BRACE:
-            return LazyObject(body, members), None
+            return LazyObject(members), None
         # Searched again, because a name may come before the list and after it.
         head = body[:start] + b"[]}"
         places = tuple((other, *_place(value, head)) for other, value in members_of(head).items() if other != name)
         hasher = self._new_hasher()
         hasher.update(memoryview(body)[: end - 1])
         beginning = Beginning(end - 1, hasher.digest(), name, start, places)
-        return LazyObject(body, members, Growth(name, None, beginning.digest, b"")), beginning
+        return LazyObject(members, Growth(name, None, beginning.digest, b"")), beginning
 
     def _keep(self, key: str, beginning: Beginning) -> None:
         branches = self._known.setdefault(key, [])

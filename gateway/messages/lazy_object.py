@@ -54,20 +54,16 @@ class Growth(NamedTuple):
 
 
 class LazyObject(Mapping[str, Any]):
-    """The object in these bytes. Reading a value that `members_of` did not find broken, and is, raises BrokenValue.
+    """The object with these members. Reading a value that `members_of` did not find broken, and is, raises BrokenValue.
 
     Args:
-        members: its members, if they are known.
         growth: of its conversation, if it is known.
-
-    Raises:
-        ValueError: as `members_of`.
     """
 
     __slots__ = ("_parsed", "_raw", "growth")
 
-    def __init__(self, body: bytes, members: Members | None = None, growth: Growth | None = None) -> None:
-        self._raw = members_of(body) if members is None else members
+    def __init__(self, members: Members, growth: Growth | None = None) -> None:
+        self._raw = members
         self._parsed: dict[str, Any] = {}
         self.growth = growth
 

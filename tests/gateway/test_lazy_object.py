@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.messages.lazy_object import BrokenValue, LazyObject
+from gateway.messages.lazy_object import BrokenValue, LazyObject, members_of
 
 TEXTS = st.text(max_size=6) | st.sampled_from(['"', "\\", "\n", "é", "\U0001f600"])
 NUMBERS = st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False, allow_infinity=False)
@@ -54,7 +54,7 @@ def parsed_whole(body: bytes) -> Any:
 def parsed_lazily(body: bytes) -> Any:
     """The same, member by member."""
     try:
-        return dict(LazyObject(body))
+        return dict(LazyObject(members_of(body)))
     except ValueError:
         return None
 
@@ -62,7 +62,7 @@ def parsed_lazily(body: bytes) -> Any:
 @given(OBJECTS, st.booleans(), TEXTS)
 def test_it_holds_what_was_encoded(value: dict[str, Any], is_indented: bool, name: str) -> None:
     """Whatever the white space between its values."""
-    lazy = LazyObject(json.dumps(value, indent=1).encode() if is_indented else orjson.dumps(value))
+    lazy = LazyObject(members_of(json.dumps(value, indent=1).encode() if is_indented else orjson.dumps(value)))
     assert dict(lazy) == value and list(lazy) == list(value) and len(lazy) == len(value)
     assert (name in lazy, lazy.get(name), lazy.get(name, 7)) == (name in value, value.get(name), value.get(name, 7))
 
@@ -82,7 +82,7 @@ def test_broken_json_is_refused_at_once_or_when_it_is_read(
 @pytest.mark.parametrize("broken", [b'"\xff"', b"1e999", b'["\xed\xa0\x80"]'])
 def test_what_is_not_read_may_be_broken(broken: bytes) -> None:
     """Text that is not UTF-8, and a number that is too large."""
-    lazy = LazyObject(b'{"model":"m","x":%s,"n":1}' % broken)
+    lazy = LazyObject(members_of(b'{"model":"m","x":%s,"n":1}' % broken))
     assert (lazy["model"], lazy["n"], "x" in lazy) == ("m", 1, True)
     with pytest.raises(BrokenValue):
         lazy.get("x")
@@ -90,23 +90,23 @@ def test_what_is_not_read_may_be_broken(broken: bytes) -> None:
 
 def test_of_a_repeated_name_the_last_value_counts() -> None:
     """As where JSON is parsed whole."""
-    assert dict(LazyObject(b'{"a":1,"b":2,"a":3}')) == {"a": 3, "b": 2}
+    assert dict(LazyObject(members_of(b'{"a":1,"b":2,"a":3}'))) == {"a": 3, "b": 2}
 
 
 def test_an_absent_name_is_a_key_error() -> None:
     """As in a dictionary."""
     with pytest.raises(KeyError):
-        LazyObject(b"{}")["a"]
+        LazyObject(members_of(b"{}"))["a"]
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"null", b'{"a":', b'{"a":1}x'])
 def test_anything_but_an_object_is_refused(body: bytes) -> None:
     with pytest.raises(ValueError):
-        LazyObject(body)
+        members_of(body)
 
 
 @pytest.mark.parametrize("num_levels", [5_000, 1_000_000])
 def test_what_is_nested_too_deeply_is_refused_at_once_or_when_it_is_read(num_levels: int) -> None:
     """It depends on Python's version (3.11: from 1,000 levels on) and on the stack."""
     with pytest.raises(ValueError):
-        LazyObject(b'{"a":' + b"[" * num_levels + b"]" * num_levels + b"}").parse()
+        LazyObject(members_of(b'{"a":' + b"[" * num_levels + b"]" * num_levels + b"}")).parse()
