@@ -61,7 +61,7 @@ class Hints:
 class Identity:
     """Who sent a request. `source` names the form that gave `trajectory_id`, "" if none did.
 
-    `strong` is False if one id may stand for several trajectories at once (`user`).
+    `strong` is False if there is no id, or one that may stand for several trajectories at once (`user`).
     """
 
     trajectory_id: str | None

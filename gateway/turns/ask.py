@@ -15,11 +15,10 @@ class Ask:
     Args:
         request: the body, parsed as far as it has been read; reading more may raise BrokenValue.
         path: the API route, without an identity in front of it.
-        is_inferred: no id was sent: the trajectory is new, or was recognised by its conversation.
         may_be_joined: the same request again, while this one runs, is a retry.
         keeps_tokens: its tokens are kept for later turns and for a trainer.
         wants_stream: the client wants a stream.
-        history: its conversation, if no id was sent.
+        history: its conversation, if no id was sent: the trajectory is new, or was recognised by it; else None.
         is_retry: the client says so.
         retry_key: of all requests that the client means as one and the same; "" if it names none.
     """
@@ -33,7 +32,6 @@ class Ask:
     group_id: str
     rollout_id: str | None
     priority: int
-    is_inferred: bool
     may_be_joined: bool
     keeps_tokens: bool = False
     wants_stream: bool = False

@@ -14,6 +14,7 @@ from gateway.http.refusals import Refused, internal_error, invalid_json
 from gateway.kv.moves import KvMoves
 from gateway.messages.conversations import Conversations
 from gateway.messages.lazy_object import BrokenValue
+from gateway.messages.transcripts import History
 from gateway.metrics import Metrics
 from gateway.state.driver import Driver
 from gateway.state.ledger import Ledger
@@ -81,8 +82,8 @@ class Endings:
             self._arrivals.learn(turn.ask, usage)
             self._metrics.tokens(usage.prompt_tokens, usage.cached_tokens or 0, usage.completion_tokens)
         self._kept_tokens.ended(turn)
-        if turn.ask.is_inferred or turn.choices:
-            self._remember(turn, outcome.content())
+        if turn.ask.history is not None:
+            self._remember(turn, turn.ask.history, outcome.content())
         if dispatch is not None:
             self._kv.finished(turn, turn.last_engine_id, prompt_tokens + output_tokens)
         stored = self._repeats.to_store(turn, outcome.end)
@@ -103,7 +104,7 @@ class Endings:
         """The request gets no answer, or no new one: its conversation can continue from where it was, unless the same
         request still has a running turn.
         """
-        if ask.is_inferred and not self._repeats.has_beside(ask):
+        if ask.history is not None and not self._repeats.has_beside(ask):
             self._conversations.release(ask.trajectory_id)
 
     def close(
@@ -120,10 +121,8 @@ class Endings:
         self._metrics.turn_ended(turn.ask.api, outcome, ended_at - turn.arrived_at)
         self._log.turn(turn.ask.trajectory_id, turn.ask.rollout_id, encoded)
 
-    def _remember(self, turn: Turn, content: Any) -> None:
-        trajectory_id, history = turn.ask.trajectory_id, turn.ask.history
-        if history is None:
-            return
+    def _remember(self, turn: Turn, history: History, content: Any) -> None:
+        trajectory_id = turn.ask.trajectory_id
         self._conversations.remember(trajectory_id, turn.ask.request, history, content)
         entry = self._ledger.get(trajectory_id)
         if entry is not None:

@@ -24,7 +24,7 @@ class Relay:
     """
 
     def __init__(self, turn: Turn, note_first_byte: Callable[[Turn], None], note_progress: Callable[[Turn], None]):
-        self.reader = StreamReader(turn.ask.api, turn.ask.wants_usage, keep=turn.ask.is_inferred)
+        self.reader = StreamReader(turn.ask.api, turn.ask.wants_usage, keep=turn.ask.history is not None)
         self.is_over = False
         self.last = b""
         self.num_loans = 0

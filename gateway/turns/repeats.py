@@ -64,7 +64,7 @@ class Repeats:
     def has_beside(self, ask: Ask) -> bool:
         """Whether another request without an id has a running turn of this one's trajectory."""
         running = self._running.get(ask.trajectory_id, ())
-        return any(turn.ask is not ask and turn.ask.is_inferred for turn in running)
+        return any(turn.ask is not ask and turn.ask.history is not None for turn in running)
 
     async def keep_in_bounds(self) -> None:
         """Bound what running turns keep, until cancelled."""

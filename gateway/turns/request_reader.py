@@ -120,9 +120,9 @@ class RequestReader:
             identity = identify(scope["raw_path"].decode("latin-1"), headers, request)
         except IdentityError as error:
             raise bad_request(str(error), code="bad_identity") from None
-        trajectory_id, is_inferred, history = identity.trajectory_id, False, None
+        trajectory_id, history = identity.trajectory_id, None
         if trajectory_id is None:
-            is_inferred, history = True, self._histories.read(request)
+            history = self._histories.read(request)
             fits = partial(self._fits, model, identity)
             trajectory_id = self._conversations.continued(request, history, fits) or f"t-{new_id()[:24]}"
         entry = self._ledger.get(trajectory_id)
@@ -131,7 +131,6 @@ class RequestReader:
             request.parse()  # its conversation will be read
         known_group = entry.record.group_id if entry is not None else None
         group_id = identity.group_id or known_group or self._groups.of(request)
-        may_be_joined = identity.strong and not is_inferred
         keeps_tokens = self._has_token_legs and self._book.wants(trajectory_id, scope["headers"])
         is_retry, retry_key = retry_of(headers)
         # By position: keyword arguments cost 0.1 us each.
@@ -145,8 +144,7 @@ class RequestReader:
             group_id,
             identity.rollout_id,
             _priority(identity),
-            is_inferred,
-            may_be_joined,
+            identity.strong,
             keeps_tokens,
             wants_stream,
             history,

@@ -141,7 +141,7 @@ def test_invalid_call_arguments_fail_a_whole_message_but_not_a_stream(arguments:
 
 def test_call_arguments_keep_huge_integers_and_lone_surrogates() -> None:
     """A model may write such JSON."""
-    ask = Ask("messages", "", "m", b"", {}, "t", "g", None, 0, False, False)
+    ask = Ask("messages", "", "m", b"", {}, "t", "g", None, 0, False)
     arguments = '{"a": 123456789012345678901234567890, "b": "\\ud83d"}'
     message = {"tool_calls": [{"id": "c", "function": {"name": "run", "arguments": arguments}}]}
     whole = MessageFrame(ask, "t", "stop_reason", VLLM, lambda: Usage(1, 0)).whole(

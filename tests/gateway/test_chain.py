@@ -452,7 +452,7 @@ def test_an_engines_version_report_replaces_the_gateways() -> None:
 
 def test_a_parsed_writer_is_due_at_its_first_token_and_after_a_pause() -> None:
     """Each part of the answer costs a request to an engine."""
-    ask = Ask("chat", "", "m", b"", {"stream": True}, "t", "g", None, 0, False, False, wants_stream=True)
+    ask = Ask("chat", "", "m", b"", {"stream": True}, "t", "g", None, 0, False, wants_stream=True)
     writer = ParsedWriter(ask, Frame(ask, "turn", 0.0), 0)
     assert not writer.is_due(0.0)
     writer.add([1])

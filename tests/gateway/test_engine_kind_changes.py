@@ -69,7 +69,7 @@ class Client:
     """
 
     def __init__(self, sites: dict[str, Site]) -> None:
-        ask = Ask("chat", PATH, "m", b"", REQUEST, "t", "g", None, 0, False, False, wants_stream=True)
+        ask = Ask("chat", PATH, "m", b"", REQUEST, "t", "g", None, 0, False, wants_stream=True)
         rendered = sites["vllm"].rendered
         self._sites = sites
         self._chain = Chain(rendered, rendered.prompt_ids, None, tells=True, tells_logprobs=False)

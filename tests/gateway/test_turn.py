@@ -17,7 +17,7 @@ LOST = Abort("t", 1, Fault.ENGINE)
 
 
 def new_turn() -> Turn:
-    ask = Ask("chat", "/v1/chat/completions", "m", b"{}", {}, "trajectory", "group", None, 0, False, True)
+    ask = Ask("chat", "/v1/chat/completions", "m", b"{}", {}, "trajectory", "group", None, 0, True)
     return Turn("t", ask, Outlet(None, "chat", "t", keeps=True, max_kept_bytes=100), 0.0, "")
 
 
