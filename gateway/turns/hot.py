@@ -55,7 +55,7 @@ class HotTurns:
         self.max_answer_bytes = settings.max_answer_bytes
         self.metrics = metrics
         self.loop = asyncio.get_running_loop()
-        self._taken: set[_HotTurn] = set()
+        self.taken: set[_HotTurn] = set()
         self._timer: asyncio.TimerHandle | None = None
 
     def take(self, turn: Turn, client: Exchange) -> bool:
@@ -72,21 +72,17 @@ class HotTurns:
             return False
         turn.dispatch = None
         hot = _HotTurn(self, turn, client, begun)
-        self._taken.add(hot)
+        self.taken.add(hot)
         if self._timer is None:
             self._timer = self.loop.call_later(_LOOK_S, self._look)
         return True
 
-    def released(self, hot: "_HotTurn") -> None:
-        """The turn is over, or a coroutine continues it."""
-        self._taken.discard(hot)
-
     def _look(self) -> None:
         self._timer = None
         now = self.clock()
-        for hot in list(self._taken):
+        for hot in list(self.taken):
             hot.look(now)
-        if self._taken:
+        if self.taken:
             self._timer = self.loop.call_later(_LOOK_S, self._look)
 
 
@@ -155,7 +151,7 @@ class _HotTurn:
         self._is_released = True
         self._turn.on_stop = self._client.hand_over = None
         self._response.let_go()
-        self._hot.released(self)
+        self._hot.taken.discard(self)
 
     def _note(self) -> None:
         try:
