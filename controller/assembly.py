@@ -29,11 +29,11 @@ def launcher_of(fleet: FleetFile) -> Launcher:
             case "ray":
                 from controller.ray_launcher import ray_launcher
 
-                return ray_launcher(fleet, fleet.launcher_options)
+                return ray_launcher(fleet.launcher_options)
             case "kubernetes":
                 from controller.kubernetes_launcher import kubernetes_launcher
 
-                return kubernetes_launcher(fleet, fleet.launcher_options)
+                return kubernetes_launcher(fleet.launcher_options)
     except (ImportError, ValueError) as error:
         raise FleetFileError(f"launcher {fleet.launcher}: {error}") from None
 

@@ -254,7 +254,7 @@ class KubernetesLauncher:
         return value
 
 
-def kubernetes_launcher(fleet: object, options: Mapping[str, Any]) -> Launcher:
+def kubernetes_launcher(options: Mapping[str, Any]) -> Launcher:
     """The launcher of a fleet file with launcher = "kubernetes"; the options are KubernetesLauncher's arguments.
 
     `template` there is the path of a YAML file.

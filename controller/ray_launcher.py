@@ -181,7 +181,7 @@ class RayLauncher:
         records.write_once("launched", at=time.time())
 
 
-def ray_launcher(fleet: object, options: Mapping[str, Any]) -> Launcher:
+def ray_launcher(options: Mapping[str, Any]) -> Launcher:
     """The launcher of a fleet file with launcher = "ray"; the options are RayLauncher's arguments.
 
     Raises:
