@@ -17,30 +17,16 @@ from predictor.status import status_of
 UNKNOWN_TOOL = "?"
 USER = "user"
 
+# Characters from which a result is medium, and large: Libra's defaults.
+_MEDIUM_FROM, _LARGE_FROM = 500, 5_000
+# What an image counts as: about 750 tokens, whatever the length of its encoding.
+_IMAGE_CHARACTERS = 3_000
 # A tool's name comes from a client, so it is cut: no chain of outcomes may grow without limit.
 _MAX_NAME = 48
 _NAMED_KINDS = ("function_call_output", "custom_tool_call_output")
 
 
-@dataclass(frozen=True, slots=True)
-class OutcomeSettings:
-    """Where size classes begin, in characters.
-
-    Args:
-        medium_from: shorter results are small. Libra's defaults are 500 and 5,000.
-        large_from: results of at least this length are large.
-        image_characters: what an image counts as: about 750 tokens, whatever the length of its encoding.
-    """
-
-    medium_from: int = 500
-    large_from: int = 5_000
-    image_characters: int = 3_000
-
-
-_DEFAULTS = OutcomeSettings()
-
-
-def outcomes(messages: object, settings: OutcomeSettings = _DEFAULTS) -> tuple[str, ...]:
+def outcomes(messages: object) -> tuple[str, ...]:
     """Every outcome of a conversation, oldest first.
 
     Args:
@@ -48,15 +34,15 @@ def outcomes(messages: object, settings: OutcomeSettings = _DEFAULTS) -> tuple[s
 
     Cost: linear in the messages; only the ends of a result's text are searched, and JSON is parsed up to 64 KB.
     """
-    return tuple(_read(messages, settings)) if isinstance(messages, Sequence) else ()
+    return tuple(_read(messages)) if isinstance(messages, Sequence) else ()
 
 
-def outcome(tool: object, characters: int, status: str, settings: OutcomeSettings = _DEFAULTS) -> str:
+def outcome(tool: object, characters: int, status: str) -> str:
     """One outcome from its parts."""
     name = tool.strip().replace(":", ".")[:_MAX_NAME] if isinstance(tool, str) else ""
-    if characters >= settings.large_from:
+    if characters >= _LARGE_FROM:
         size = "large"
-    elif characters >= settings.medium_from:
+    elif characters >= _MEDIUM_FROM:
         size = "medium"
     else:
         size = "small"
@@ -71,7 +57,7 @@ class _Result:
     is_error: bool
 
 
-def _read(messages: Sequence[object], settings: OutcomeSettings) -> Iterator[str]:
+def _read(messages: Sequence[object]) -> Iterator[str]:
     names: dict[str, object] = {}
     results: list[_Result] = []
     said: object = None
@@ -80,26 +66,24 @@ def _read(messages: Sequence[object], settings: OutcomeSettings) -> Iterator[str
         if not isinstance(message, Mapping):
             continue
         if _is_answer(message):
-            yield from _turn(results, said, names, settings)
+            yield from _turn(results, said, names)
             results, said, is_answered = [], None, True
             names.update(_calls(message))
         elif found := list(_results(message)):
             results += found
         elif is_answered and message.get("role") == "user":
             said = message.get("content")
-    yield from _turn(results, said, names, settings)
+    yield from _turn(results, said, names)
 
 
-def _turn(
-    results: list[_Result], said: object, names: Mapping[str, object], settings: OutcomeSettings
-) -> Iterator[str]:
+def _turn(results: list[_Result], said: object, names: Mapping[str, object]) -> Iterator[str]:
     """The outcomes between two answers."""
     if not results and said:
         results = [_Result(None, USER, said, is_error=False)]
     for result in results:
         name = names.get(result.call_id) if isinstance(result.call_id, str) else None
-        text, characters = _text(result.content, settings)
-        yield outcome(name or result.name, characters, status_of(text, result.is_error), settings)
+        text, characters = _text(result.content)
+        yield outcome(name or result.name, characters, status_of(text, result.is_error))
 
 
 def _is_answer(message: Mapping[str, object]) -> bool:
@@ -140,7 +124,7 @@ def _results(message: Mapping[str, object]) -> Iterator[_Result]:
                 yield _Result(part.get("tool_use_id"), None, part.get("content"), part.get("is_error") is True)
 
 
-def _text(content: object, settings: OutcomeSettings) -> tuple[object, int]:
+def _text(content: object) -> tuple[object, int]:
     """A result as `status_of` reads it (its text, or the data itself if it is not text), and its length in
     characters."""
     if isinstance(content, str):
@@ -150,7 +134,7 @@ def _text(content: object, settings: OutcomeSettings) -> tuple[object, int]:
     parts = list(_mappings(content))
     texts = [part["text"] for part in parts if isinstance(part.get("text"), str)]
     images = sum("image" in str(part.get("type")) for part in parts)
-    characters = images * settings.image_characters
+    characters = images * _IMAGE_CHARACTERS
     if not texts and not images and parts:
         # A shell's output as separate items (Responses: `shell_call_output`).
         return parts, sum(len(value) for part in parts for value in part.values() if isinstance(value, str))

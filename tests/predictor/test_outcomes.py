@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from predictor.outcomes import OutcomeSettings, outcomes
+from predictor.outcomes import outcomes
 
 Message = dict[str, Any]
 
@@ -121,11 +121,10 @@ def test_a_tools_name_cannot_break_the_format() -> None:
     assert found.count(":") == 2 and len(found) < 70
 
 
-def test_size_classes_can_be_set() -> None:
+@pytest.mark.parametrize(("num", "size"), [(499, "small"), (500, "medium"), (4_999, "medium"), (5_000, "large")])
+def test_a_size_class_begins_with_its_lower_limit(num: int, size: str) -> None:
     """A text exactly as long as a class's lower limit belongs to that class."""
-    settings = OutcomeSettings(medium_from=40, large_from=80)
-    assert outcomes([chat_call(("c", "t")), chat_result("c", "y" * 40)], settings) == ("t:medium:success",)
-    assert outcomes([chat_call(("c", "t")), chat_result("c", "y" * 39)], settings) == ("t:small:success",)
+    assert outcomes([chat_call(("c", "t")), chat_result("c", "y" * num)]) == (f"t:{size}:success",)
 
 
 junk = st.recursive(
