@@ -104,7 +104,7 @@ class Exchange:
             raise ApiError(400, "Input should be a valid dictionary", "Bad Request", "body")
         return value
 
-    def on_disconnect(self, callback: Callable[[], None]) -> None:
+    def on_disconnect(self, callback: Callable[[], object]) -> None:
         """Calls back when the client leaves; also, harmlessly, after the answer is complete."""
         self._watch = asyncio.ensure_future(self._receive())
         self._watch.add_done_callback(lambda done: None if done.cancelled() else callback())

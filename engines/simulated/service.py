@@ -22,7 +22,7 @@ from engines.simulated.text import Tokenizer
 class EngineService:
     """One simulated engine and everything around it."""
 
-    def __init__(self, settings: SimulatedEngineSettings, rank: int = 0) -> None:
+    def __init__(self, settings: SimulatedEngineSettings, rank: int) -> None:
         profile = settings.profile
         is_sglang = settings.dialect == "sglang"
         engine = SimulatedEngine(
@@ -87,7 +87,7 @@ class EngineService:
             raise ApiError(400, problem, param="max_tokens")
         return min(wanted or room, room)
 
-    def begin(self, asked: Asked, exchange: Exchange | None) -> Running:
+    def begin(self, asked: Asked, exchange: Exchange) -> Running:
         """Starts the choices; if the client leaves, they are aborted.
 
         Raises:
@@ -109,8 +109,7 @@ class EngineService:
         self.running[asked.id] = running
         for generation, prompt in zip(generations, asked.prompts, strict=True):
             self.live.start(generation, prompt, asked.priority, asked.cache_salt, asked.is_stream)
-        if exchange is not None:
-            exchange.on_disconnect(lambda: self._abandon(running))
+        exchange.on_disconnect(lambda: self.abort(running))
         return running
 
     def load_weights(self, weights: str) -> None:
@@ -163,6 +162,3 @@ class EngineService:
         """Returns when everything that runs now has ended."""
         for running in list(self.running.values()):
             await running.over.wait()
-
-    def _abandon(self, running: Running) -> None:
-        self.abort(running)
