@@ -34,9 +34,8 @@ async def _messages(service: EngineService, dialect: Dialect, exchange: Exchange
     body = await exchange.json()
     dialect.check_model(body)
     prompt, max_tokens, form = chat_of(service, body)
-    max_tokens = service.answer_limit(prompt, max_tokens)
-    wishes, transfer = wishes_of(form, max_tokens, None), body.get("kv_transfer_params")
-    asked = asked_of(dialect, exchange, body, "chatcmpl-", [prompt], wishes, transfer)
+    wishes = wishes_of(form, service.answer_limit(prompt, max_tokens), None)
+    asked = asked_of(dialect, exchange, body, "chatcmpl-", [prompt], wishes)
     await run(service, dialect, exchange, asked, partial(_MessageStream, service), partial(_whole, service))
 
 

@@ -51,7 +51,7 @@ async def completions(service: EngineService, dialect: Dialect, exchange: Exchan
         for wish in wishes_of(body, service.answer_limit(prompt, wanted), num_logprobs):
             prompts.append(prompt)
             wishes.append(wish)
-    asked = asked_of(dialect, exchange, body, "cmpl-", prompts, wishes, body.get("kv_transfer_params"))
+    asked = asked_of(dialect, exchange, body, "cmpl-", prompts, wishes)
     await run(
         service,
         dialect,
@@ -75,8 +75,7 @@ def chat_asked(service: EngineService, dialect: Dialect, exchange: Exchange, bod
     if flag(body, "logprobs"):
         num_logprobs = integer(body, "top_logprobs", 0, lowest=0)
     wishes = wishes_of(body, max_tokens, num_logprobs)
-    prompts = [prompt] * len(wishes)
-    return asked_of(dialect, exchange, body, "chatcmpl-", prompts, wishes, body.get("kv_transfer_params"))
+    return asked_of(dialect, exchange, body, "chatcmpl-", [prompt] * len(wishes), wishes)
 
 
 def asked_of(
@@ -86,7 +85,6 @@ def asked_of(
     id_prefix: str,
     prompts: Sequence[list[int]],
     wishes: Sequence[Wish],
-    kv_transfer: Body | None = None,
 ) -> Asked:
     """A request's choices, with what bodies of all routes name alike."""
     return Asked(
@@ -96,7 +94,7 @@ def asked_of(
         dialect.priority(exchange, body),
         str(body.get("cache_salt") or ""),
         flag(body, "stream"),
-        kv_transfer,
+        body.get("kv_transfer_params"),
     )
 
 

@@ -30,8 +30,7 @@ async def _responses(service: EngineService, dialect: Dialect, exchange: Exchang
     prompt, max_tokens, form = chat_of(service, body)
     max_tokens = service.answer_limit(prompt, max_tokens)
     body |= {"max_output_tokens": max_tokens}
-    wishes, transfer = wishes_of(form, max_tokens, None), body.get("kv_transfer_params")
-    asked = asked_of(dialect, exchange, body, "resp_", [prompt], wishes, transfer)
+    asked = asked_of(dialect, exchange, body, "resp_", [prompt], wishes_of(form, max_tokens, None))
     await run(
         service, dialect, exchange, asked, partial(_ResponseStream, service, body), partial(_whole, service, body)
     )

@@ -24,9 +24,9 @@ class Asked:
     id: str
     prompts: Sequence[list[int]]
     wishes: Sequence[Wish]
-    priority: int = 0
-    cache_salt: str = ""
-    is_stream: bool = False
+    priority: int
+    cache_salt: str
+    is_stream: bool
     kv_transfer: Mapping[str, Any] | None = None
 
     @property
