@@ -6,6 +6,7 @@ tokens are lost. The order between trajectories does not matter. Count and bytes
 waited longest is dropped first, and counted.
 """
 
+import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -41,7 +42,11 @@ class _Entry:
 
 
 class Pending:
-    """A bounded, coalescing queue of puts; `take` empties it into batches."""
+    """A bounded, coalescing queue of puts; `take` empties it into batches.
+
+    Attributes:
+        wanted: set by each put, until the queue is emptied.
+    """
 
     def __init__(self, settings: StoreSettings) -> None:
         self._settings = settings
@@ -50,6 +55,7 @@ class Pending:
         self._num_bytes = 0
         self._is_rewrite = False
         self._bounded = True
+        self.wanted = asyncio.Event()
         self.num_puts = 0
         self.num_dropped = 0
         self.since = 0.0
@@ -135,6 +141,7 @@ class Pending:
         entries, states, is_rewrite = self._entries, self._states, self._is_rewrite
         self._entries, self._states, self._is_rewrite = {}, {}, False
         self._num_bytes, self.since = 0, 0.0
+        self.wanted.clear()
         batch = [Operation("rewrite", "", b"")] if is_rewrite else []
         num_bytes = 0
         last = [Operation("sweep", "", b"")] if is_rewrite else []
@@ -164,6 +171,7 @@ class Pending:
             entry.drops.append(prefix)
 
     def _note_put(self) -> None:
+        self.wanted.set()
         self.num_puts += 1
         self.since = self.since or time.monotonic()
 

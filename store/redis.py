@@ -147,7 +147,6 @@ class RedisStore:
         self._lost = False
         self._num_losses = self._num_drops_seen = 0
         self._fault = "not connected yet"
-        self._wanted = asyncio.Event()
         self._progress: asyncio.Future[None]
         self._flusher: asyncio.Task[None]
 
@@ -208,23 +207,18 @@ class RedisStore:
 
     def put_trajectory(self, trajectory_id: str, record: Json, answer: bytes | None = None) -> None:
         self._pending.put_trajectory(trajectory_id, encoded(record), answer)
-        self._wanted.set()
 
     def append_turn(self, trajectory_id: str, turn: Json) -> None:
         self._pending.append_turn(trajectory_id, encoded(turn))
-        self._wanted.set()
 
     def forget_trajectory(self, trajectory_id: str) -> None:
         self._pending.forget_trajectory(trajectory_id)
-        self._wanted.set()
 
     def put_piece(self, trajectory_id: str, name: str, data: bytes) -> None:
         self._pending.put_piece(trajectory_id, name, data)
-        self._wanted.set()
 
     def drop_pieces(self, trajectory_id: str, prefix: str = "") -> None:
         self._pending.drop_pieces(trajectory_id, prefix)
-        self._wanted.set()
 
     async def get_pieces(self, trajectory_id: str, prefix: str = "") -> dict[str, bytes]:
         found = await self._reply(self._redis.hgetall, self._key("pieces:") + trajectory_id)
@@ -237,7 +231,6 @@ class RedisStore:
 
     def put_state(self, name: str, value: bytes) -> None:
         self._pending.put_state(name, value)
-        self._wanted.set()
 
     async def get_state(self, name: str) -> bytes | None:
         value = await self._reply(self._redis.hget, self._key("states"), name)
@@ -314,10 +307,10 @@ class RedisStore:
                 backoff_s = min(2 * backoff_s, self._settings.backoff_max_s)
 
     async def _wait_for_work(self) -> None:
-        if not self._wanted.is_set():
+        if not self._pending.wanted.is_set():
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._settings.check_every_s):
-                    await self._wanted.wait()
+                    await self._pending.wanted.wait()
 
     def _tell_waiters(self) -> None:
         self._progress.set_result(None)
@@ -344,7 +337,6 @@ class RedisStore:
             self._num_puts_confirmed = self._num_puts_sent
 
     def _fill_outbox(self) -> None:
-        self._wanted.clear()
         self._outbox_since, self._outbox_len = self._pending.since, len(self._pending)
         self._num_puts_sent = self._pending.num_puts
         for batch in self._pending.take():
@@ -374,7 +366,6 @@ class RedisStore:
         self._num_losses += 1
         if self._rewrite:
             self._pending.replace_all(self._rewrite)
-            self._wanted.set()
 
     async def _claim(self) -> None:
         """Become the writer of this namespace. Safe to repeat: no batch is sent before the claim."""
