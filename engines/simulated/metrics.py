@@ -2,45 +2,26 @@
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
 
 from engines.simulated.live import Generation
 
-_SECONDS = (
-    0.001,
-    0.005,
-    0.01,
-    0.02,
-    0.04,
-    0.06,
-    0.08,
-    0.1,
-    0.25,
-    0.5,
-    0.75,
-    1.0,
-    2.5,
-    5.0,
-    7.5,
-    10.0,
-    30.0,
-    60.0,
-    300.0,
+_BOUNDS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 30.0, 60.0, 300.0),
 )
 
 
 class Histogram:
-    """Counts by upper bound, in Prometheus's form."""
+    """Counts of seconds by upper bound, in Prometheus's form."""
 
-    __slots__ = ("bounds", "counts", "total")
+    __slots__ = ("counts", "total")
 
-    def __init__(self, bounds: Sequence[float] = _SECONDS) -> None:
-        self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
+    def __init__(self) -> None:
+        self.counts = [0] * (len(_BOUNDS) + 1)
         self.total = 0.0
 
     def observe(self, value: float) -> None:
-        self.counts[bisect_left(self.bounds, value)] += 1
+        self.counts[bisect_left(_BOUNDS, value)] += 1
         self.total += value
 
 
@@ -106,7 +87,7 @@ class Exposition:
     def histogram(self, name: str, histogram: Histogram) -> None:
         self._lines.append(f"# TYPE {name} histogram")
         running = 0
-        for bound, count in zip([*histogram.bounds, "+Inf"], histogram.counts, strict=True):
+        for bound, count in zip([*_BOUNDS, "+Inf"], histogram.counts, strict=True):
             running += count
             self._sample(f"{name}_bucket", running, f'le="{bound}"')
         self._sample(f"{name}_count", running)
