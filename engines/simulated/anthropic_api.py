@@ -194,9 +194,7 @@ class _MessageStream:
             block = _block(self._running, is_empty=True)
             events.append(named_event({"type": "content_block_start", "index": 0, "content_block": block}))
         self._seen = end
-        merges = self._service.settings.chunk_interval_s > 0
-        spans = [(begin, end)] if merges else [(at, at + 1) for at in range(begin, end)]
-        deltas = [_delta(generation, *span) for span in spans]
+        deltas = [_delta(generation, *span) for span in self._service.chunks(begin, end)]
         content = [{"type": "content_block_delta", "index": 0, "delta": delta} for delta in deltas if delta]
         events += [named_event(delta) for delta in content]
         return events

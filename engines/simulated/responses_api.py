@@ -195,8 +195,7 @@ class _ResponseStream:
             response = _response(self._service, self._body, self._running, "in_progress", [])
             events = [self._event(f"response.{kind}", response=response) for kind in ("created", "in_progress")]
         self._seen = end
-        merges = self._service.settings.chunk_interval_s > 0
-        for first, last in [(begin, end)] if merges else [(at, at + 1) for at in range(begin, end)]:
+        for first, last in self._service.chunks(begin, end):
             events += self._call_events(first, last) if self._is_call else self._text_events(first, last)
         return events
 

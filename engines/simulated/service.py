@@ -87,6 +87,12 @@ class EngineService:
             raise ApiError(400, problem, param="max_tokens")
         return min(wanted or room, room)
 
+    def chunks(self, begin: int, end: int) -> list[tuple[int, int]]:
+        """The pieces in which a stream sends these tokens of a choice: one each, or one if chunks have an interval."""
+        if self.settings.chunk_interval_s and begin < end:
+            return [(begin, end)]
+        return [(at, at + 1) for at in range(begin, end)]
+
     def begin(self, asked: Asked, exchange: Exchange) -> Running:
         """Starts the choices; if the client leaves, they are aborted.
 

@@ -178,15 +178,10 @@ class _MessageStream:
 
     def new_events(self) -> list[bytes]:
         generation = self._running.generations[0]
-        begin, self._seen = self._seen, generation.num_done
-        merges = self._service.settings.chunk_interval_s > 0
-        ends = [self._seen] if merges and self._seen > begin else range(begin + 1, self._seen + 1)
-        events: list[bytes] = []
-        for end in ends:
-            is_call = generation.answer.call is not None
-            events += self._of_call(begin, end) if is_call else self._of_text(begin, end)
-            begin = end
-        return events
+        say = self._of_text if generation.answer.call is None else self._of_call
+        spans = self._service.chunks(self._seen, generation.num_done)
+        self._seen = generation.num_done
+        return [event for span in spans for event in say(*span)]
 
     def last_events(self) -> list[bytes]:
         generation = self._running.generations[0]

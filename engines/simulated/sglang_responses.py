@@ -191,10 +191,8 @@ class _ResponseStream:
     def new_events(self) -> list[bytes]:
         begin, self._seen = self._seen, self._running.generations[0].num_done
         events = self._begun()
-        merges = self._service.settings.chunk_interval_s > 0
-        for end in [self._seen] if merges and self._seen > begin else range(begin + 1, self._seen + 1):
-            events += self._spoken(begin, end)
-            begin = end
+        for span in self._service.chunks(begin, self._seen):
+            events += self._spoken(*span)
         return events
 
     def last_events(self) -> list[bytes]:
