@@ -192,7 +192,5 @@ def _bounds(runs: Sequence[Run]) -> str:
         run.labels.fleet: fmean(r.bounds.fleet_s for r in runs if r.labels.fleet == run.labels.fleet) for run in runs
     }
     texts = [f"{_seconds(bound)} s on {fleet}" for fleet, bound in of_fleets.items()]
-    best = [run.bounds.best_fleet_s for run in runs if run.bounds.best_fleet_s is not None]
-    if best:
-        texts.append(f"{_seconds(fmean(best))} s on any fleet of as many GPUs")
-    return ", ".join(texts)
+    best_s = fmean(run.bounds.best_fleet_s for run in runs)
+    return ", ".join([*texts, f"{_seconds(best_s)} s on any fleet of as many GPUs"])

@@ -194,7 +194,7 @@ def play(job: Job, study: Study, commit: str) -> Row:
         commit=commit,
         makespan_s=outcomes[-1].makespan_s,
         bound_s=bounds.fleet_s,
-        best_fleet_bound_s=bounds.best_fleet_s or bounds.fleet_s,
+        best_fleet_bound_s=bounds.best_fleet_s,
         figures={name: round(summary[name], 4) for name in _SUMMARY},
         took_s=round(time.process_time() - began_at, 1),
         fleet=fleet.name,

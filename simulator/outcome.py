@@ -115,10 +115,10 @@ class EngineOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Makespans that no policy can beat: on this fleet, and on the best fleet of as many GPUs (None: not computed)."""
+    """Makespans that no policy can beat: on this fleet, and on the best fleet of as many GPUs."""
 
     fleet_s: float
-    best_fleet_s: float | None = None
+    best_fleet_s: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -173,7 +173,7 @@ def test_the_best_fleet_may_consist_of_any_engine_of_the_fleet(tmp_path: Path) -
     assert set(fleet.family) == set(fleet.profiles) and len(fleet.family) == 2
     bounds = bounds_of(scenario, fleet, workload, 1)
     run = play(scenario, "heddle", fleet, "tabular", 1, [workload], bounds)
-    assert bounds.best_fleet_s is not None and bounds.best_fleet_s <= bounds.fleet_s <= run.outcome.makespan_s
+    assert bounds.best_fleet_s <= bounds.fleet_s <= run.outcome.makespan_s
 
 
 def test_a_fleet_with_two_profiles_of_one_size_cannot_be_reshaped(tmp_path: Path) -> None:
