@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from scheduling.policy import HEDDLE, VERL
-from simulator.study import LEARNED, MECHANISMS, SEEDS, Case, Job, Makespans, Row, baselines, best_tp, leaders
+from simulator.study import LEARNED, MECHANISMS, SEEDS, Case, Job, Makespans, Row, baselines, best_tp, by_seed, leaders
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +103,7 @@ class Results:
         return Choice(*max(tried)[1:]) if tried else None
 
     def _by_seed(self, case: Case, choice: Choice) -> dict[int, float]:
-        jobs = {seed: Job(case, choice.policy, choice.tp, seed, choice.predictor) for seed in SEEDS}
-        return {seed: self.done[job] for seed, job in jobs.items() if job in self.done}
+        return by_seed(case, choice.policy, choice.tp, self.done, choice.predictor)
 
 
 def ablation_ratios(results: Results, case: Case) -> dict[str, dict[str, Spread]]:

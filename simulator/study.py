@@ -186,7 +186,7 @@ def detail_path(folder: Path, job: Job) -> Path:
 def best_tp(case: Case, policy: str, done: Makespans, predictor: str = LEARNED) -> int | None:
     """The best fixed TP in hindsight: by the mean over the seeds that all contenders have. None: not known yet."""
     contenders = _contenders(case, policy, done, predictor)
-    runs = {tp: _by_seed(case, policy, tp, done, predictor) for tp in case.tps if tp in contenders}
+    runs = {tp: by_seed(case, policy, tp, done, predictor) for tp in case.tps if tp in contenders}
     common = set.intersection(*map(set, runs.values())) if runs else set()
     return min(runs, key=lambda tp: fmean(runs[tp][seed] for seed in common)) if common else None
 
@@ -199,6 +199,12 @@ def leaders(case: Case, done: Makespans) -> tuple[str, ...]:
     if len(known) < len(first):
         return ()
     return tuple(policy for policy in known if known[policy] <= CONTENDER_SHARE * min(known.values()))
+
+
+def by_seed(case: Case, policy: str, tp: int, done: Makespans, predictor: str = LEARNED) -> dict[int, float]:
+    """The makespans that are known, by seed."""
+    runs = {seed: done.get(Job(case, policy, tp, seed, predictor)) for seed in SEEDS}
+    return {seed: makespan_s for seed, makespan_s in runs.items() if makespan_s is not None}
 
 
 def _first_seed(cases: Sequence[Case], policies: Sequence[str], seed: int) -> Iterator[Job]:
@@ -232,18 +238,13 @@ def _scaled(case: Case, seeds: Sequence[int]) -> Iterator[Job]:
 
 def _first(case: Case, policy: str, done: Makespans) -> float | None:
     """Its makespan on its best fleet with the first seed; None before all fleets were tried."""
-    by_tp = [_by_seed(case, policy, tp, done) for tp in case.tps]
+    by_tp = [by_seed(case, policy, tp, done) for tp in case.tps]
     return min(runs[min(runs)] for runs in by_tp) if all(by_tp) else None
-
-
-def _by_seed(case: Case, policy: str, tp: int, done: Makespans, predictor: str = LEARNED) -> dict[int, float]:
-    runs = {seed: done.get(Job(case, policy, tp, seed, predictor)) for seed in SEEDS}
-    return {seed: makespan_s for seed, makespan_s in runs.items() if makespan_s is not None}
 
 
 def _contenders(case: Case, policy: str, done: Makespans, predictor: str = LEARNED) -> set[int]:
     """Fleets that may be the policy's best; none before all were tried with one seed."""
-    by_tp = {tp: _by_seed(case, policy, tp, done, predictor) for tp in case.tps}
+    by_tp = {tp: by_seed(case, policy, tp, done, predictor) for tp in case.tps}
     if not all(by_tp.values()):
         return set()
     first = {tp: runs[min(runs)] for tp, runs in by_tp.items()}
@@ -256,6 +257,6 @@ def _worst(case: Case, policies: Sequence[str], done: Makespans) -> list[tuple[s
         (policy, tp): min(runs.items())[1]
         for policy in policies
         for tp in case.tps
-        if (runs := _by_seed(case, policy, tp, done))
+        if (runs := by_seed(case, policy, tp, done))
     }
     return [max(tried, key=lambda key: tried[key])] if len(tried) == len(policies) * len(case.tps) else []
