@@ -30,6 +30,7 @@ _WIDTH = 980.0
 _SHADES = ("#eef3f8", "#c6d8e8", "#8fb2d1", "#4f83b1", "#1f4d79")
 _OVERFULL = "#a33c3c"
 _BINS = 160
+_MAX_DOTS = 1_500  # of a panel; of more trajectories every n-th is shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,12 +163,8 @@ def ablation(groups: Sequence[tuple[str, Sequence[Bar]]], title: str, subtitle: 
     return card(_WIDTH, height, title, shapes, subtitle)
 
 
-def calibration(steps: Sequence[Predicted], title: str, max_dots: int = 1_500) -> str:
-    """Predicted against true totals, one panel per step; a prediction on the diagonal is exact.
-
-    Args:
-        max_dots: per panel; every n-th trajectory is shown.
-    """
+def calibration(steps: Sequence[Predicted], title: str) -> str:
+    """Predicted against true totals, one panel per step; a prediction on the diagonal is exact."""
     everything = [value for step in steps for value in (*step.totals, *step.true)]
     low, high = max(1.0, min(everything)), max(everything)
     height, gap = 500.0, 80.0
@@ -178,7 +175,7 @@ def calibration(steps: Sequence[Predicted], title: str, max_dots: int = 1_500) -
         x = Axis(low, high, left, left + side, is_log=True)
         y = Axis(low, high, height - 60, 100, is_log=True)
         shapes += frame(x, y, "true total, tokens", f"predicted before turn {step.step}, tokens")
-        every = -(-len(step.true) // max_dots)
+        every = -(-len(step.true) // _MAX_DOTS)
         pairs = list(zip(step.true, step.totals, strict=True))[::every]
         shapes.append(dots(((x.at(true), y.at(total)) for true, total in pairs), BLUE, f"step {step.step}"))
         shapes.append(line([(x.at(low), y.at(low)), (x.at(high), y.at(high))], RED, width=1.5, is_dashed=True))
