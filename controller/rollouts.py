@@ -32,16 +32,15 @@ class Sample:
     points: tuple[Point, ...]
     num_trajectories: int
 
-    def lengths(self, num: int | None = None) -> list[int]:
-        """Output tokens of `num` trajectories; None: of as many as there were."""
-        return [point[0] for point in self._spread(num)]
+    def lengths(self) -> list[int]:
+        """Output tokens of each trajectory."""
+        return [point[0] for point in self._spread(self.num_trajectories)]
 
-    def trajectories(self, num: int | None = None) -> list[Remaining]:
-        """The same trajectories as work, from their start."""
+    def trajectories(self, num: int) -> list[Remaining]:
+        """So many of them, evenly chosen, as work from their start."""
         return [Remaining(output, first, added, first) for output, first, added in self._spread(num)]
 
-    def _spread(self, num: int | None) -> list[Point]:
-        num = self.num_trajectories if num is None else num
+    def _spread(self, num: int) -> list[Point]:
         return [self.points[index * len(self.points) // num] for index in range(num)]
 
 
