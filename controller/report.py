@@ -113,10 +113,7 @@ def _servers(controller: Controller, backing_off: Set[str]) -> list[Json]:
     shown = [one for one in seen if one.is_alive or one.is_member or one.server_id in wanted]
     listed = [
         {
-            "id": one.server_id,
-            "tp": one.tp,
-            "devices": list(one.devices),
-            "state": _state(one, one.server_id in wanted),
+            **_server(one, _state(one, one.server_id in wanted)),
             "is_wanted": one.server_id in wanted,
             "num_turns": one.num_turns,
             "url": by_id[one.server_id].url if one.server_id in by_id else None,
@@ -127,20 +124,14 @@ def _servers(controller: Controller, backing_off: Set[str]) -> list[Json]:
     absent = wanted.keys() - {one.server_id for one in seen}
     free = set(controller.devices).difference(*(one.held for one in seen)) if controller.has_observed else None
     for server_id in sorted(absent):
-        one_wanted = wanted[server_id]
-        listed.append(
-            {
-                "id": server_id,
-                "tp": one_wanted.tp,
-                "devices": list(one_wanted.devices),
-                "state": "backing off" if server_id in backing_off else _absent_state(one_wanted, free),
-                "is_wanted": True,
-                "num_turns": 0,
-                "url": None,
-                "step": None,
-            }
-        )
+        said = "backing off" if server_id in backing_off else _absent_state(wanted[server_id], free)
+        none_yet = {"is_wanted": True, "num_turns": 0, "url": None, "step": None}
+        listed.append(_server(wanted[server_id], said) | none_yet)
     return listed
+
+
+def _server(one: DesiredServer | ObservedServer, state: str) -> Json:
+    return {"id": one.server_id, "tp": one.tp, "devices": list(one.devices), "state": state}
 
 
 def _absent_state(one: DesiredServer, free: Set[str] | None) -> str:
