@@ -75,7 +75,7 @@ class Groups:
     def refresh(self) -> None:
         """Update `own_variance`, after the distribution of lengths or what is known of siblings has changed."""
         total = self._lengths.variance
-        self.own_variance = min(max(self._within.mean(_OWN * total, _PRIOR_WEIGHT), 0.05 * total), 0.95 * total)
+        self.own_variance = min(max(self._within.mean(_OWN * total), 0.05 * total), 0.95 * total)
 
     def get(self, group_id: str, prompt_id: str) -> Group:
         """The group, created if it is new."""
@@ -192,7 +192,7 @@ class Groups:
         num, above = group.past
         if not num:
             return self._lengths.mean, shared
-        wander = self._wander.mean(_WANDER * self._lengths.variance, _PRIOR_WEIGHT)
+        wander = self._wander.mean(_WANDER * self._lengths.variance)
         kept = min(max(1.0 - wander / (2.0 * shared), 0.0), 1.0)
         trust = shared / (shared + own / num)
         return self._lengths.mean + kept * trust * above, shared * max(1.0 - kept * kept * trust, 0.02)
@@ -211,7 +211,7 @@ class _Average:
         fade = min(1.0, self._memory / max(weight, 1.0))
         self.parts = (total * fade, weight * fade)
 
-    def mean(self, prior: float, prior_weight: float) -> float:
-        """The mean as if `prior` had been noted `prior_weight` times before."""
+    def mean(self, prior: float) -> float:
+        """The mean as if `prior` had been noted `_PRIOR_WEIGHT` times before."""
         total, weight = self.parts
-        return (total + prior * prior_weight) / max(weight + prior_weight, 1e-9)
+        return (total + prior * _PRIOR_WEIGHT) / max(weight + _PRIOR_WEIGHT, 1e-9)
