@@ -6,7 +6,7 @@ The fields have vLLM's names and types (vLLM 0.32, entrypoints/scale_out/token_i
 from msgspec import Struct
 from msgspec.json import Decoder
 
-from engines.tokens import Event, Piece, parsed
+from engines.tokens import Piece, parsed
 
 
 class Entry(Struct, gc=False):
@@ -74,20 +74,7 @@ def piece_of_numbers(data: bytes) -> Piece:
 
 def whole_piece(data: bytes) -> Piece:
     """A piece with the whole entries of the log-probabilities. Raises ErrorEvent, ValueError, KeyError or TypeError."""
-    return _piece(parsed(data))
-
-
-def completion_piece(num_likeliest: int, data: bytes) -> Piece:
-    """A piece whose entries list what a completion's do: the token, then the likeliest without it."""
-    piece = whole_piece(data)
-    for entry in piece.logprobs or ():
-        token, *others = entry["top_logprobs"]
-        num_better = sum(other["logprob"] > token["logprob"] for other in others[:num_likeliest])
-        entry["top_logprobs"] = [token, *others[: max(num_better, num_likeliest - 1)]]
-    return piece
-
-
-def _piece(event: Event) -> Piece:
+    event = parsed(data)
     choices = event["choices"]
     if not choices:
         details = (event.get("usage") or {}).get("prompt_tokens_details") or {}
@@ -102,3 +89,13 @@ def _piece(event: Event) -> Piece:
         choice.get("stop_reason"),
         tuple((span["version"], span["start"], span["end"]) for span in versions) if versions else (),
     )
+
+
+def completion_piece(num_likeliest: int, data: bytes) -> Piece:
+    """A piece whose entries list what a completion's do: the token, then the likeliest without it."""
+    piece = whole_piece(data)
+    for entry in piece.logprobs or ():
+        token, *others = entry["top_logprobs"]
+        num_better = sum(other["logprob"] > token["logprob"] for other in others[:num_likeliest])
+        entry["top_logprobs"] = [token, *others[: max(num_better, num_likeliest - 1)]]
+    return piece
