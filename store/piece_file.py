@@ -101,21 +101,11 @@ class PieceFile:
 
     async def get(self, trajectory_id: str, prefix: str) -> dict[str, bytes]:
         """Raises StoreAway, StoreError."""
-        if trajectory_id not in self._known:
-            return {}
-        if not await self.settle():
-            raise StoreAway(self.fault)
-
-        def read() -> dict[str, bytes]:
-            return dict(self._database.execute(GET, (trajectory_id, prefix, prefix)))
-
-        return await self._in_thread(read)
+        return await self._read(GET, trajectory_id, prefix, prefix) if trajectory_id in self._known else {}
 
     async def sizes(self) -> dict[str, int]:
         """Bytes of each trajectory's pieces. Raises StoreAway, StoreError."""
-        if not await self.settle():
-            raise StoreAway(self.fault)
-        return await self._in_thread(lambda: dict(self._database.execute(SIZES)))
+        return await self._read(SIZES)
 
     async def settle(self, timeout_s: float | None = None) -> bool:
         """Wait until everything put so far is written. False after `timeout_s`, or at once while nothing can be
@@ -215,6 +205,12 @@ class PieceFile:
             _, written = self._waiting.popleft()
             if not written.done():  # its caller still waits
                 written.set_result(True)
+
+    async def _read(self, statement: str, *values: str) -> dict[str, Any]:
+        """Two columns, once everything put so far is written."""
+        if not await self.settle():
+            raise StoreAway(self.fault)
+        return await self._in_thread(lambda: dict(self._database.execute(statement, values)))
 
     async def _in_thread(self, work: Callable[[], _Result]) -> _Result:
         try:
