@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 import ssl
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import orjson
@@ -34,6 +34,8 @@ MAX_IDLE_S = 4.0
 # As the SDK: a timeout, a conflict, too many requests, and every server error.
 ASK_AGAIN = (408, 409, 429)
 MAX_LINE_BYTES = 8 * 1024 * 1024
+
+Asked = TypeVar("Asked")
 
 
 @dataclass(slots=True)
@@ -89,29 +91,23 @@ class RawClient:
     async def chat(self, body: dict[str, Any], address: Address) -> Reply:
         payload = orjson.dumps(body | dict(address.body))
         path = f"{address.path_prefix}/v1/chat/completions"
-        for attempt in range(self._max_retries + 1):
-            try:
-                async with (
-                    asyncio.timeout(self._timeout_s),
-                    self._request("POST", path, payload, address.headers) as response,
-                ):
-                    assembly = Assembly()
-                    if body["stream"]:
-                        await _read_stream(response, assembly)
-                    else:
-                        add_completion(orjson.loads(await response.body()), assembly)
-                    return Reply(
-                        assembly.answer(),
-                        assembly.first_token_at,
-                        attempt,
-                        queued_s_of(response.headers),
-                        response.headers.get("x-trajectory-id"),
-                    )
-            except (OSError, EOFError, StreamBroken, RequestFailed) as error:
-                await self._before_retry(attempt, error)
-            except NONSENSE as error:
-                raise RequestFailed(f"not an answer of this API: {error!r}", num_retries=attempt) from error
-        raise AssertionError("the last attempt returns or raises")
+
+        async def ask(attempt: int) -> Reply:
+            async with self._request("POST", path, payload, address.headers) as response:
+                assembly = Assembly()
+                if body["stream"]:
+                    await _read_stream(response, assembly)
+                else:
+                    add_completion(orjson.loads(await response.body()), assembly)
+                return Reply(
+                    assembly.answer(),
+                    assembly.first_token_at,
+                    attempt,
+                    queued_s_of(response.headers),
+                    response.headers.get("x-trajectory-id"),
+                )
+
+        return await self._tried(ask)
 
     async def get(self, path: str) -> dict[str, Any]:
         return await self._json("GET", path, b"")
@@ -128,14 +124,21 @@ class RawClient:
         self._idle.clear()
 
     async def _json(self, method: str, path: str, payload: bytes) -> dict[str, Any]:
+        async def ask(_: int) -> dict[str, Any]:
+            async with self._request(method, f"/v1{path}", payload, {}) as response:
+                return dict(orjson.loads(await response.body() or b"{}"))
+
+        return await self._tried(ask)
+
+    async def _tried(self, ask: Callable[[int], Awaitable[Asked]]) -> Asked:
+        """What `ask`, which is given the number of earlier attempts, gives in time. Raises RequestFailed after all
+        retries.
+        """
         for attempt in range(self._max_retries + 1):
             try:
-                async with (
-                    asyncio.timeout(self._timeout_s),
-                    self._request(method, f"/v1{path}", payload, {}) as response,
-                ):
-                    return dict(orjson.loads(await response.body() or b"{}"))
-            except (OSError, EOFError, RequestFailed) as error:
+                async with asyncio.timeout(self._timeout_s):
+                    return await ask(attempt)
+            except (OSError, EOFError, StreamBroken, RequestFailed) as error:
                 await self._before_retry(attempt, error)
             except NONSENSE as error:
                 raise RequestFailed(f"not an answer of this API: {error!r}", num_retries=attempt) from error
