@@ -183,10 +183,6 @@ class SimulatedEngine:
         return id in self._batch.running or id in self._batching.waiting or id in self._held
 
     @property
-    def is_idle(self) -> bool:
-        return not self._batch.running and not self._batching.waiting and not self._held
-
-    @property
     def paused(self) -> PauseMode | None:
         return self._paused
 

@@ -166,7 +166,7 @@ def test_every_sequence_ends_once_and_totals_are_sums(
     events += engine.advance(now)
     events += run_to_end(engine)
 
-    assert engine.is_idle
+    assert not engine.counts().num_running and not engine.counts().num_waiting
     assert [e.at for e in events] == sorted(e.at for e in events)
     ended = [e for e in events if e.kind in ("finished", "aborted")]
     sequences = {what.id: what for _, what in script if not isinstance(what, str)}
@@ -368,7 +368,7 @@ def test_a_sequence_that_can_never_fit_is_refused() -> None:
     engine = SimulatedEngine(profile(kv_capacity_tokens=100))
     with pytest.raises(ValueError, match="101 tokens exceed"):
         engine.submit(0, SimulatedSequence("s", 60, 41, nothing_cached))
-    assert engine.is_idle
+    assert not engine.counts().num_running and not engine.counts().num_waiting
 
 
 def test_stepping_token_by_token_meets_each_step_exactly() -> None:
