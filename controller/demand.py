@@ -44,7 +44,6 @@ class Work:
     """
 
     remaining: tuple[Remaining, ...]
-    num_waiting_turns: int
     correlation: float | None
     last_rollout: LastRollout | None = None
 
@@ -127,7 +126,6 @@ def _work(told: Any, since: float) -> Work:
     last, at = told["last_rollout"], told["at"]
     return Work(
         tuple(remaining),
-        told["num_waiting_turns"],
         told["correlation"],
         LastRollout(tuple(map(_whole, last["trajectories"])), last["ended_at"])
         # The second case: `since` is still to come, because the gateway's clock was set back after it.

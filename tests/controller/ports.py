@@ -274,7 +274,7 @@ class MemoryDemand:
     async def work(self, since: float = 0.0) -> Work:
         if self._cluster.num_looks_lost:
             raise DemandAway("no connection to the gateway")
-        return Work((), 0, None)
+        return Work((), None)
 
     async def aclose(self) -> None:
         pass

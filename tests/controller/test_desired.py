@@ -76,7 +76,7 @@ def test_plans_go_on_when_a_file_of_profiles_is_gone(tmp_path: Path) -> None:
     fleet = fleet_file(tmp_path, "http://127.0.0.1:9", engine=ENGINE | {"profiles": names})
     made = DesiredFleet(fleet, lambda: DEVICES[:2], State)
     own.unlink()
-    work = Work(tuple(Remaining(60_000.0, 4_000.0) for _ in range(4)), 0, 0.95)
+    work = Work(tuple(Remaining(60_000.0, 4_000.0) for _ in range(4)), 0.95)
     proposal = made.proposed(work, [])
     assert not isinstance(proposal, str) and proposal.tps == (2,)
 

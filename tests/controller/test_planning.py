@@ -25,7 +25,7 @@ DEVICES = tuple(str(number) for number in range(8))
 FLOOR = Floor(DEVICES, 8)
 RULE = ReshapeRule(0.15, min_correlation=0.9)
 SMALL = State(wanted=tuple(DesiredServer(f"s{number}", 1, (device,)) for number, device in enumerate(DEVICES)))
-TAIL = Work(tuple(Remaining(60_000.0, 4_000.0) for _ in range(4)), 0, 0.95)
+TAIL = Work(tuple(Remaining(60_000.0, 4_000.0) for _ in range(4)), 0.95)
 
 
 def proposed(work: Work = TAIL, state: State = SMALL, **changed: object) -> Proposal:
@@ -93,7 +93,7 @@ def test_whatever_is_planned_can_be_laid_out(nodes: list[int], data: st.DataObje
 
 def test_what_a_resting_device_leaves_of_a_node_gets_smaller_engines() -> None:
     """One of eight devices rests: 3 x TP 2 left another one idle, and took a sixth longer."""
-    crowd = Work(tuple(Remaining(500.0 * (1 + number % 40), 4_000.0, 2_000.0) for number in range(300)), 0, 0.95)
+    crowd = Work(tuple(Remaining(500.0 * (1 + number % 40), 4_000.0, 2_000.0) for number in range(300)), 0.95)
     floor = Floor(DEVICES, 8, frozenset({"0"}))
     found = proposed(crowd, State(), floor=floor)
     assert found.tps == (4, 2, 1)
@@ -109,7 +109,7 @@ def test_no_fleet_that_fits_promises_much_more_than_the_planned_one(nodes: list[
     profiles = {tp: PROFILES[tp] for tp in data.draw(st.sets(st.sampled_from((1, 2, 4)), min_size=1))}
     lengths = data.draw(st.lists(st.floats(100.0, 10_000.0), min_size=1, max_size=20)) * data.draw(st.integers(1, 10))
     trajectories = tuple(Remaining(length, 2_000.0, length / 2) for length in lengths)
-    work = Work(trajectories, 0, 0.95)
+    work = Work(trajectories, 0.95)
     found = propose(work, State(), profiles, floor, RULE)
     assume(isinstance(found, Proposal))
     assert isinstance(found, Proposal) and propose(work, State(), profiles, floor, RULE) == found
@@ -132,7 +132,7 @@ def test_too_few_trajectories_are_not_planned_for() -> None:
 
 def test_a_crowd_of_short_trajectories_keeps_its_fleet() -> None:
     """A few percent do not pay for a relaunch; and the best fleet stays without any estimate."""
-    crowd = Work(tuple(Remaining(300.0, 100.0) for _ in range(5_000)), 500, 0.95)
+    crowd = Work(tuple(Remaining(300.0, 100.0) for _ in range(5_000)), 0.95)
     found = proposed(crowd)
     assert not found.is_worth_it and "15% is the least that pays" in found.why
     best = tuple(DesiredServer(f"b{number}", tp, ()) for number, tp in enumerate(found.tps))
@@ -176,7 +176,7 @@ def test_starts_that_take_turns_cost_their_sum() -> None:
     assert relaunch_s(times, (8, 8), (4, 2, 2, 2, 2, 2, 1, 1), [2] * 5, max_starting=1) == 5.0 + 20.0 + 10.0 + 10.0
     nodes = tuple(f"node{node}/{number}" for node in range(8) for number in range(8))
     large = State(wanted=tuple(DesiredServer(f"l{node}", 8, nodes[8 * node : 8 * node + 8]) for node in range(8)))
-    crowd = Work(tuple(Remaining(2_000.0, 2_000.0) for _ in range(6_400)), 0, 0.95)
+    crowd = Work(tuple(Remaining(2_000.0, 2_000.0) for _ in range(6_400)), 0.95)
     found = propose(crowd, large, PROFILES, Floor(nodes, 8), RULE, max_starting=4)
     assert isinstance(found, Proposal) and len(found.tps) > 16
     assert found.relaunch_s == -(-len(found.tps) // 4) * COLD_RELAUNCH_S
@@ -222,10 +222,10 @@ def test_work_that_takes_no_time_changes_nothing() -> None:
     profiles = {tp: replace(one, prefill_per_ktoken_ms=0.0, prefill_per_ktoken2_ms=0.0) for tp, one in PROFILES.items()}
     large = State(wanted=(DesiredServer("l", 8, DEVICES),))
     for state in (large, SMALL):
-        assert not proposed(Work((Remaining(0.0, 4_000.0),) * 4, 0, 0.95), state, profiles=profiles).is_worth_it
+        assert not proposed(Work((Remaining(0.0, 4_000.0),) * 4, 0.95), state, profiles=profiles).is_worth_it
 
 
 def test_without_work_or_profiles_there_is_no_plan() -> None:
     """The reason is given."""
-    assert "too few" in str(propose(Work((), 0, None), SMALL, PROFILES, FLOOR, RULE))
+    assert "too few" in str(propose(Work((), None), SMALL, PROFILES, FLOOR, RULE))
     assert "no profile of TP 1" in str(propose(TAIL, SMALL, {2: PROFILES[2]}, FLOOR, RULE))
