@@ -5,7 +5,6 @@ Starts the Python of another virtual environment (made by `deploy/install-vllm-c
 
 import asyncio
 import os
-import signal
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -101,12 +100,6 @@ class LocalEngine:
 
     url: str
     server: Child
-
-    def send_signal(self, number: signal.Signals) -> None:
-        """Signal every process of the server: SIGKILL simulates a lost machine, SIGSTOP one that hangs until
-        SIGCONT.
-        """
-        self.server.send_signal(number)
 
 
 @asynccontextmanager

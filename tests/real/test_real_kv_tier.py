@@ -127,7 +127,7 @@ async def test_a_moved_trajectory_finds_its_context_in_the_tier(tier_engines: li
 
         orphans = [Agent(fleet.client, fleet.url, f"outlives-{number}") for number in range(2)]
         await asyncio.gather(*(agent.turns(2) for agent in orphans))
-        tier_engines[1].send_signal(signal.SIGKILL)
+        tier_engines[1].server.send_signal(signal.SIGKILL)
         await fleet.act(0, "uncordon")
         await asyncio.gather(*(agent.turns(1) for agent in orphans))
         await check_loaded_at(orphans, fleet.ids[0])

@@ -149,7 +149,7 @@ async def test_a_killed_engine_loses_no_turn(
         if not await came_about(most_have_tokens, lambda: num_ended(asked) > 8):
             await check()
             return False
-        doomed_engine.send_signal(signal.SIGKILL)
+        doomed_engine.server.send_signal(signal.SIGKILL)
         received = sum(tokens_received(event_log).values()) - received_before
         added = await client.post(gateway.url + "/v1/engines", json={"url": quiet.url}, headers=ADMIN)
         assert added.status_code == 201, added.text
