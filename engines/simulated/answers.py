@@ -11,6 +11,9 @@ from engines.simulated.chat import ToolCall, call_text
 from engines.simulated.json_shapes import instance_of
 from engines.simulated.text import ASSISTANT, END, Continuation, Tokenizer, packed, rival
 
+Rated = tuple[float, list[tuple[int, float]]]
+"""A token's log-probability, and alternatives with theirs, the token itself first."""
+
 
 @dataclass(frozen=True, slots=True)
 class Wish:
@@ -47,7 +50,7 @@ class Answer:
         stop_reason: the stop string or token id that ended it.
         call: the tool call in its text, if it is one.
         is_named_call: the request named the tool.
-        logprobs: for each token its log-probability, and alternatives with theirs, the token itself first.
+        logprobs: of each token, if they were asked for.
     """
 
     token_ids: list[int]
@@ -55,7 +58,7 @@ class Answer:
     finish_reason: str
     stop_reason: str | int | None = None
     call: ToolCall | None = None
-    logprobs: list[tuple[float, list[tuple[int, float]]]] | None = None
+    logprobs: list[Rated] | None = None
     is_named_call: bool = False
 
 
@@ -108,10 +111,10 @@ def _free_answer(
     salt: int,
     mean_tokens: int,
     token_ids: list[int],
-    rated: list[tuple[float, list[tuple[int, float]]]],
+    rated: list[Rated],
 ) -> Answer:
     continuation = Continuation(packed([*prompt, *token_ids]), salt, mean_tokens)
-    logprobs: list[tuple[float, list[tuple[int, float]]]] | None = None if wish.num_logprobs is None else rated
+    logprobs: list[Rated] | None = None if wish.num_logprobs is None else rated
     text = tokenizer.decode(token_ids)
     finish, stop_reason = "length", None
     stops = set(wish.stop_token_ids)
@@ -142,7 +145,7 @@ def _stopped_at(
     token_ids: list[int],
     wish: Wish,
     tokenizer: Tokenizer,
-    logprobs: list[tuple[float, list[tuple[int, float]]]] | None,
+    logprobs: list[Rated] | None,
 ) -> Answer:
     """The answer whose text ends before the stop string, or after it."""
     length = text.rfind(stop) + (len(stop) if wish.include_stop else 0)
@@ -189,21 +192,16 @@ def _after_last_turn(prompt: list[int]) -> list[int]:
     return []
 
 
-def _logprobs_of(id: int, continuation: Continuation, num_rivals: int) -> tuple[float, list[tuple[int, float]]]:
+def _logprobs_of(id: int, continuation: Continuation, num_rivals: int) -> Rated:
     own = continuation.log_probability(0)
     rivals = [(rival(id, rank), continuation.log_probability(rank)) for rank in range(1, num_rivals)]
     return own, [(id, own), *rivals][:num_rivals]
 
 
-def _flat_logprobs(token_ids: list[int], wish: Wish) -> list[tuple[float, list[tuple[int, float]]]] | None:
-    if wish.num_logprobs is None:
+def _flat_logprobs(token_ids: list[int], wish: Wish) -> list[Rated] | None:
+    num = wish.num_logprobs
+    if num is None:
         return None
     return [
-        (
-            -0.01,
-            [(id, -0.01), *((rival(id, rank), -3.0 - rank) for rank in range(1, wish.num_logprobs))][
-                : wish.num_logprobs
-            ],
-        )
-        for id in token_ids
+        (-0.01, [(id, -0.01), *((rival(id, rank), -3.0 - rank) for rank in range(1, num))][:num]) for id in token_ids
     ]
