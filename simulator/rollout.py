@@ -41,7 +41,6 @@ from simulator.fault_draws import FaultDraws
 from simulator.host import Host
 from simulator.hosts import MODEL, Hosts
 from simulator.outcome import Ending, Outcome
-from simulator.predictors import Oracle
 from simulator.transfers import Transfers
 from workloads.trajectories import Workload
 
@@ -67,7 +66,6 @@ class Rollout:
 
     Args:
         fleet: the profile of each engine.
-        oracle: predictions are the true lengths.
         conditions: what engines can do, and what goes wrong.
         family: profiles of which a reshaped fleet may be made.
         seed: for the draws of what goes wrong.
@@ -86,7 +84,6 @@ class Rollout:
         limits: Limits,
         predictor: Predictor,
         *,
-        oracle: bool = False,
         conditions: Conditions = PLAIN,
         family: Sequence[EngineProfile] = (),
         seed: int = 0,
@@ -97,7 +94,7 @@ class Rollout:
         if too_long is not None:
             raise ValueError(too_long)
         self._policy = policy
-        self._predictor = Oracle(workload.trajectories) if oracle else predictor
+        self._predictor = predictor
         self._conditions = conditions
         self._fault_draws = FaultDraws(conditions.faults, seed)
         self._transfers = Transfers(conditions.transfer)

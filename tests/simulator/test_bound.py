@@ -14,6 +14,7 @@ from scheduling.limits import Limits
 from scheduling.policy import POLICIES
 from simulator.bound import best_fleet_bound_s, fleet_bound_s
 from simulator.conditions import Conditions
+from simulator.predictors import Oracle
 from simulator.rollout import Rollout
 from workloads.laws import draw, law_named
 from workloads.trajectories import Trajectory, Turn, Workload
@@ -25,10 +26,8 @@ TP1, TP4 = load_profile("qwen3-14b-h100-tp1"), load_profile("qwen3-14b-h100-tp4"
 def makespan_s(
     workload: Workload, fleet: list[EngineProfile], policy: str, conditions: Conditions, *, oracle: bool = False
 ) -> float:
-    rollout = Rollout(
-        workload, fleet, POLICIES[policy], PATIENT, SiblingPredictor(), oracle=oracle, conditions=conditions
-    )
-    return rollout.run().makespan_s
+    predictor = Oracle(workload.trajectories) if oracle else SiblingPredictor()
+    return Rollout(workload, fleet, POLICIES[policy], PATIENT, predictor, conditions=conditions).run().makespan_s
 
 
 def test_a_lone_trajectory_takes_hardly_longer_than_its_bound() -> None:

@@ -267,7 +267,7 @@ def test_a_preempted_turn_continues_from_its_last_token() -> None:
     workload = Workload("urgent last", (*long, *short))
     shape = replace(TP4, slots=2, decode_per_kv_ktoken_ms=0.0)
     policy = replace(POLICIES["heddle"], preempts=True)
-    outcome = Rollout(workload, [shape], policy, PATIENT, SiblingPredictor(), oracle=True).run()
+    outcome = Rollout(workload, [shape], policy, PATIENT, Oracle(workload.trajectories)).run()
     by_id = {result.trajectory_id: result for result in outcome.trajectories}
     assert sum(result.num_pauses for result in outcome.trajectories) == 1
     assert by_id["long"].num_pauses == 0 and by_id["long"].queued_s < 1
@@ -308,8 +308,7 @@ def test_a_fleet_with_the_wrong_tp_size_is_reshaped_during_the_rollout() -> None
             [family[0]] * 8,
             POLICIES["heddle"],
             PATIENT,
-            SiblingPredictor(),
-            oracle=True,
+            Oracle(workload.trajectories),
             conditions=Conditions(reshape=setting),
             family=family,
         )
@@ -365,8 +364,7 @@ def few_long_on_two_engines(reshape: Reshape | None, features: Features) -> Outc
         [TP4] * 2,
         POLICIES["heddle"],
         PATIENT,
-        SiblingPredictor(),
-        oracle=True,
+        Oracle(trajectories),
         conditions=Conditions(features, reshape=reshape),
         family=[TP4],
     ).run()

@@ -13,6 +13,7 @@ from scheduling.policy import HEDDLE, POLICIES, VERL
 from simulator.comparison import Choice, Results, ablation_ratios
 from simulator.experiments import Cache, Size, Study, play, read_cases, run_all, source_hash
 from simulator.planned_fleets import MIXED, PLANNED, planned_fleet
+from simulator.predictors import Oracle
 from simulator.results_page import write_page
 from simulator.rollout import Rollout
 from simulator.scenario import load_scenario
@@ -72,8 +73,8 @@ def test_a_blind_baseline_ignores_predictions(name: str) -> None:
     workload = draw(law_named("coding"), 32, 1)
     limits = Limits(queue_timeout_s=1e6)
     learned, truth = (
-        Rollout(workload, fleet, POLICIES[name], limits, SiblingPredictor(), oracle=knows).run()
-        for knows in (False, True)
+        Rollout(workload, fleet, POLICIES[name], limits, predictor).run()
+        for predictor in (SiblingPredictor(), Oracle(workload.trajectories))
     )
     assert [one.ended_at for one in learned.trajectories] == [one.ended_at for one in truth.trajectories]
 
