@@ -152,7 +152,7 @@ def _fit(measurements: Sequence[Measurement], start: EngineProfile, are_visited:
         # Dividing by the wall time gives a second of a long batch the same weight as a millisecond of a short one.
         *coefficients, request_ms = _least_absolute(columns / walls[:, None], (walls - known_s) / walls).tolist()
         start = replace(_with_coefficients(start, coefficients), request_ms=request_ms)
-        predicted = np.array(_simulated_s(start, batches)) + request_ms / 1000
+        predicted = np.array(simulated_s(start, batches)) + request_ms / 1000
         mape = fmean(abs(float(error)) for error in predicted / walls - 1)
         fits.append(Fit(start, tuple(map(float, predicted)), mape))
     return min(fits, key=_mape)
@@ -166,20 +166,17 @@ def _linear(profile: EngineProfile, batches: Sequence[Batch]) -> tuple[Matrix, M
     """The seconds of each batch as a linear function of the coefficients, by the simulated engine: those that none of
     them causes, and those that each adds when it is larger by 1."""
     values = [coefficient or _LITTLE_MS for coefficient in _coefficients(profile)]
-    simulated = _simulated_s(_with_coefficients(profile, variables(values)), batches)
+    simulated = simulated_s(_with_coefficients(profile, variables(values)), batches)
     columns = np.array([slopes_of(seconds, NUM_COEFFICIENTS) for seconds in simulated])
     return np.array([float(seconds) for seconds in simulated]) - columns @ values, columns
 
 
-def simulated_s(profile: EngineProfile, batch: Batch) -> float:
-    """How long a batch takes on a simulated engine of this profile. A visit is prefilled in one of the batch's steps,
-    and makes it longer. What a request takes beside the steps is not in it, but for the gaps between requests.
+def simulated_s(profile: EngineProfile, batches: Sequence[Batch]) -> list[float]:
+    """How long each batch takes on a simulated engine of this profile. A visit is prefilled in one of the batch's
+    steps, and makes it longer. What a request takes beside the steps is not in it, but for the gaps between requests.
+
+    Equal batches are played once, and cached ones on an engine that new ones have just left.
     """
-    return _simulated_s(profile, [batch])[0]
-
-
-def _simulated_s(profile: EngineProfile, batches: Sequence[Batch]) -> list[float]:
-    """As `simulated_s`. Equal batches are played once, and cached ones on an engine that new ones have just left."""
     gap_s = profile.request_gap_ms / 1000
     visit_s = profile.prefill_s(VISIT_TOKENS) + profile.prefill_launch_s(VISIT_TOKENS)
     played = [replace(batch, num_visits=0) for batch in batches]

@@ -44,7 +44,7 @@ def measured(truth: EngineProfile, noise: float = 0.0, request_s: float = 0.0, s
 @cache
 def simulated_plan(truth: EngineProfile) -> list[tuple[Batch, float]]:
     batches = plan(truth.slots, truth.kv_capacity_tokens, 32_768, is_quick=False)
-    return [(batch, simulated_s(truth, batch)) for batch in batches]
+    return [(batch, simulated_s(truth, [batch])[0]) for batch in batches]
 
 
 def step_errors(fitted: EngineProfile, truth: EngineProfile) -> list[float]:
@@ -87,7 +87,7 @@ def test_what_a_prefill_costs_others_is_told_from_what_it_waits(
     truth = dataclasses.replace(load_profile("qwen3-8b-h100-tp1"), slots=64, prefill_step_ms=step_ms)
     batches = plan(truth.slots, 60_000, 32_768, is_quick=is_quick)
     dice = random.Random(1)
-    walls = [(simulated_s(truth, batch) + request_ms / 1000) * dice.gauss(1.0, 0.01) for batch in batches]
+    walls = [(simulated_s(truth, [batch])[0] + request_ms / 1000) * dice.gauss(1.0, 0.01) for batch in batches]
     found = fit([Measurement(batch, wall_s) for batch, wall_s in zip(batches, walls, strict=True)], truth).profile
     assert found.prefill_step_ms == pytest.approx(step_ms, abs=2.0)
     assert found.request_ms == pytest.approx(request_ms, abs=3.0)
@@ -134,7 +134,7 @@ def test_a_fit_finds_the_least_tokens_of_a_prefill(least_tokens: int, is_quick: 
     truth = dataclasses.replace(load_profile("qwen3-8b-h100-tp1"), slots=64, prefill_least_tokens=least_tokens)
     batches = plan(truth.slots, 60_000, 32_768, is_quick=is_quick)
     dice = random.Random(1)
-    walls = [(simulated_s(truth, batch) + 0.005) * dice.gauss(1.0, 0.01) for batch in batches]
+    walls = [(simulated_s(truth, [batch])[0] + 0.005) * dice.gauss(1.0, 0.01) for batch in batches]
     found = fit([Measurement(batch, wall_s) for batch, wall_s in zip(batches, walls, strict=True)], truth).profile
     for tokens in (32, 1_000):
         taken_s = found.prefill_s(tokens) + found.prefill_launch_s(tokens)
@@ -150,7 +150,7 @@ def test_a_fit_finds_how_far_apart_requests_come(gap_ms: float, is_quick: bool) 
     )
     batches = plan(truth.slots, 60_000, 32_768, is_quick=is_quick)
     dice = random.Random(1)
-    walls = [(simulated_s(truth, batch) + 0.005) * dice.gauss(1.0, 0.01) for batch in batches]
+    walls = [(simulated_s(truth, [batch])[0] + 0.005) * dice.gauss(1.0, 0.01) for batch in batches]
     other = dataclasses.replace(truth, request_gap_ms=6.0)  # which a fit replaces, as everything else
     found = fit([Measurement(batch, wall_s) for batch, wall_s in zip(batches, walls, strict=True)], other)
     gaps_ms = (0.0, *GAPS_MS)
