@@ -19,11 +19,12 @@ from pydantic import (
     model_validator,
 )
 
-from controller.admin_key import ADMIN_KEY_VARIABLE, check_key
+from controller.admin_key import ADMIN_KEY_VARIABLE
 from controller.launcher_options import check_options
 from controller.restarts import RetryRule
 from controller.spares import SpareRule
 from engines.http import can_be_asked
+from engines.keys import check_key
 from engines.profiles import load_profile
 from engines.sleep import SLEEP
 from engines.validation_errors import first_mistake, numbers

@@ -6,14 +6,13 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, field_validator
 
 from engines.http import can_be_asked
+from engines.keys import check_key
 from engines.profiles import load_profile
 from engines.validation_errors import numbers
 
 
 def _as_sent(key: SecretStr) -> SecretStr:
-    text = key.get_secret_value()
-    if not (text.isascii() and text.isprintable()) or text != text.strip():
-        raise ValueError("must be printable ASCII, without spaces or line ends around it")
+    check_key(key.get_secret_value())
     return key
 
 

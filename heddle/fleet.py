@@ -11,7 +11,8 @@ import urllib.request
 from typing import Any
 from urllib.parse import urlencode
 
-from controller.admin_key import ADMIN_KEY_VARIABLE, check_key
+from controller.admin_key import ADMIN_KEY_VARIABLE
+from engines.keys import check_key
 from scheduling.fleets import in_words, largest_first
 
 _TIMEOUT_S = 30.0

@@ -14,6 +14,7 @@ from urllib.request import getproxies, proxy_bypass
 
 from rich.console import Console
 
+from engines.keys import check_key
 from heddle.arguments import Help, count, out_file, positive, seed, share, whole, why
 from loadtest.agent import Identity
 from loadtest.clients import RequestFailed, patience_s
@@ -179,7 +180,8 @@ def _base_url(text: str) -> str:
 
 
 def _api_key(text: str) -> str:
-    """The message does not show it."""
-    if not (text.isascii() and text.isprintable()) or text != text.strip():
-        raise argparse.ArgumentTypeError("must be printable ASCII, without spaces or line ends around it")
+    try:
+        check_key(text)
+    except ValueError as error:  # as it is, argparse would show the key
+        raise argparse.ArgumentTypeError(str(error)) from None
     return text
