@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import uvicorn
@@ -15,6 +15,7 @@ from controller.fleet_file import FleetFile, FleetFileError
 from controller.launcher import Launcher
 from controller.loop import Controller
 from engines.listener import bound
+from engines.quiet_server import QuietServer
 
 LOGGER = logging.getLogger("heddle.controller")
 
@@ -45,14 +46,6 @@ async def _act(fleet: FleetFile, launcher: Launcher) -> None:
         await made.run()
 
 
-class _Server(uvicorn.Server):
-    """A server that leaves the process's signals to `run`."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
 @asynccontextmanager
 async def _serving(fleet: FleetFile, made: Controller) -> AsyncIterator[None]:
     host, _, port = fleet.listen.rpartition(":")
@@ -61,7 +54,7 @@ async def _serving(fleet: FleetFile, made: Controller) -> AsyncIterator[None]:
     except OSError as error:
         raise FleetFileError(f"cannot listen on {fleet.listen}: {error.strerror}") from None
     app = build_api(made, fleet.admin_key)
-    server = _Server(uvicorn.Config(app, lifespan="off", log_config=None, access_log=False, ws="none"))
+    server = QuietServer(uvicorn.Config(app, lifespan="off", log_config=None, access_log=False, ws="none"))
     task = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         yield

@@ -7,7 +7,7 @@ import os
 import resource
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +16,7 @@ import uvicorn
 import uvloop
 
 from engines.listener import bound
+from engines.quiet_server import QuietServer
 from gateway.app import gateway
 from gateway.collector import Collector
 from gateway.config import ConfigError, Settings
@@ -41,12 +42,8 @@ class Listening:
     hurry: Callable[[], None]
 
 
-class _Server(uvicorn.Server):
-    """A server that leaves the process's signals to `run`."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
+class _Server(QuietServer):
+    """A server whose shutdown can be cut short."""
 
     def hurry(self) -> None:
         """End its shutdown now, as at the end of its timeout."""

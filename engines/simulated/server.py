@@ -4,12 +4,13 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import uvicorn
 
 from engines.listener import bound
+from engines.quiet_server import QuietServer
 from engines.simulated.data_parallel import data_parallel_routes
 from engines.simulated.exchange import AnswerSpoiled, ApiError, Exchange, Receive, Send
 from engines.simulated.faults import FaultBox
@@ -84,7 +85,7 @@ async def serve_engine(settings: SimulatedEngineSettings, port: int = 0) -> Asyn
     Leaving the context kills the engine: everything under way breaks off.
     """
     sock = bound("127.0.0.1", port)
-    server = _QuietServer(_config(settings))
+    server = QuietServer(_config(settings))
     task = asyncio.create_task(server.serve(sockets=[sock]))
     try:
         while not server.started:  # uvicorn has no event for it
@@ -110,14 +111,6 @@ def run(settings: SimulatedEngineSettings, address: socket.socket) -> None:
     """Runs a simulated engine at a `bound` address until it is interrupted."""
     with contextlib.suppress(KeyboardInterrupt):
         uvicorn.Server(_config(settings)).run(sockets=[address])
-
-
-class _QuietServer(uvicorn.Server):
-    """A server that leaves the signals alone, because it shares its process."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 def _config(settings: SimulatedEngineSettings) -> uvicorn.Config:

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import orjson
 import uvicorn
 
+from engines.quiet_server import QuietServer
 from engines.simulated.server import build_app
 from engines.simulated.settings import SimulatedEngineSettings
 
@@ -95,7 +96,7 @@ async def recorded_engine(settings: SimulatedEngineSettings) -> AsyncIterator[Re
     with contextlib.closing(socket.socket()) as listener:
         listener.bind(("127.0.0.1", 0))
         config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", ws="none", http="httptools")
-        server = _QuietServer(config)
+        server = QuietServer(config)
         task = asyncio.create_task(server.serve(sockets=[listener]))
         try:
             while not server.started:  # noqa: ASYNC110 (uvicorn has no event for it)
@@ -105,14 +106,6 @@ async def recorded_engine(settings: SimulatedEngineSettings) -> AsyncIterator[Re
         finally:
             server.should_exit = server.force_exit = True
             await task
-
-
-class _QuietServer(uvicorn.Server):
-    """A server that leaves the process's signals alone."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 async def _play(script: Script, asked: Asked, send: Any) -> None:
