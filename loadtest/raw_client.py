@@ -1,8 +1,9 @@
 """A client for load tests only: HTTP/1.1 and server-sent events by hand, for cases in which the SDK's own work would be
 the limit.
 
-It has the same requests, retries and results as `loadtest.clients.SdkClient`, at a small part of its CPU time (`python
--m loadtest.client_cost` measures both). It handles only what chat servers send: a body with a length or in chunks.
+It has the same requests, retries and results as `loadtest.sdk_client.SdkClient`, at a small part of its CPU time
+(`python -m loadtest.client_cost` measures both). It handles only what chat servers send: a body with a
+length or in chunks.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from urllib.parse import quote
 from uuid import uuid4
 
 from loadtest.agent import Conversation, Identity, Writer, address_of, chat_body, sent_id
-from loadtest.clients import ChatClient, RequestFailed, SdkClient, if_known
+from loadtest.clients import ChatClient, RequestFailed, if_known
 from loadtest.raw_client import RawClient
 from loadtest.results import RolloutResult, TrajectoryResult, TurnResult
 from workloads.trajectories import Trajectory, Turn, Workload
@@ -124,7 +124,11 @@ def streams(trajectory: Trajectory, stream_share: float) -> bool:
 
 def _new_client(settings: ReplaySettings) -> ChatClient:
     arguments = (settings.base_url, settings.api_key, settings.max_retries, settings.timeout_s)
-    return SdkClient(*arguments) if settings.client == "sdk" else RawClient(*arguments)
+    if settings.client == "raw":
+        return RawClient(*arguments)
+    from loadtest.sdk_client import SdkClient  # a second of a core, which most verbs do without
+
+    return SdkClient(*arguments)
 
 
 async def _first_model(client: ChatClient) -> str:
