@@ -126,7 +126,7 @@ imports: install
 # run them does so at the same time.
 bytecode: install
 	@found=$$($(BIN)/python -m pytest --collect-only 2>&1) || { echo "$$found"; exit 1; }
-	@$(BIN)/python -c "import anthropic; from hypothesis import strategies; strategies.text().validate()"
+	@$(BIN)/python -c "import anthropic, openai; from hypothesis import strategies; strategies.text().validate()"
 
 redis:
 	@deploy/get-redis.sh > /dev/null

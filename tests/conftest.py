@@ -1,7 +1,7 @@
 """For all tests: a busy machine may stall for seconds, so no example of a property has a deadline.
 
 Every worker imports all tests. So what takes seconds to import (Anthropic's SDK has 3,000 modules) is imported by the
-tests that use it.
+tests that use it, and pytest's configuration leaves out the plugin of Schemathesis, which no test needs.
 """
 
 import gc

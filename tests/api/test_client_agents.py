@@ -1,7 +1,6 @@
 """An agent framework (openai-agents) of which only the base_url is set."""
 
 import pytest
-from openai import AsyncOpenAI
 
 from tests.api.conftest import MODEL, Site
 
@@ -21,6 +20,7 @@ async def test_an_agent_runs_its_tool_loop(site: Site, api: str, streamed: bool)
         Runner,
         function_tool,
     )
+    from openai import AsyncOpenAI
 
     model_class = OpenAIChatCompletionsModel if api == "chat" else OpenAIResponsesModel
     called: list[str] = []

@@ -5,7 +5,6 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
-import openai
 import orjson
 import pytest
 
@@ -89,6 +88,8 @@ async def test_an_error_after_a_comment_is_an_event(busy: Busy, api: str) -> Non
         client: Any = anthropic.AsyncAnthropic(base_url=base_url, api_key="none", max_retries=0)
         create, raised = client.messages.create, anthropic.APIStatusError
     else:
+        import openai
+
         client = openai.AsyncOpenAI(base_url=f"{base_url}/v1", api_key="none", max_retries=0)
         place = {"chat/completions": client.chat.completions, "completions": client.completions}
         create, raised = place.get(api, client.responses).create, openai.APIError

@@ -5,7 +5,6 @@ from typing import Any
 
 import httpx
 import pytest
-from openai import AsyncOpenAI
 
 from engines.simulated.text import END, Tokenizer
 from tests.api.conftest import DONE, GENERATE, HELLO, MODEL, Site, event, running_site, toy
@@ -289,6 +288,8 @@ async def test_messages_are_continued_like_chats(stream: bool, dialect: str) -> 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_responses_are_continued_like_chats(stream: bool, dialect: str) -> None:
     """From what OpenAI's SDK sends back of an answer, with calls and without."""
+    from openai import AsyncOpenAI
+
     async with (
         running_site(toy(dialect), token_legs="auto") as site,
         AsyncOpenAI(base_url=f"{site.url}/v1", api_key="none") as sdk,

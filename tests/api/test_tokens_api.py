@@ -31,9 +31,8 @@ TURNS = [
     Step(0, [8, 9], [10], [0.0], 0),
 ]
 """A turn, and two that continue it."""
-LONG_ROLLOUT = {
-    f"t{number:02d}": [Step(None, list(range(100_000)), list(range(100_000)), None, 0)] for number in range(40)
-}
+LONG_TURN = Step(None, list(range(100_000)), list(range(100_000)), None, 0)
+LONG_ROLLOUT = {f"t{number:02d}": [LONG_TURN] for number in range(40)}
 """Some 64 MB as JSON lines: more than sockets hold."""
 _databases = itertools.count(4)
 

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 
 import httpx2
-import openai
 import orjson
 import pytest
 from hypothesis import example, given
@@ -233,6 +232,8 @@ def read_stream(api: Api, content: bytes) -> Iterator[object]:
         user = [{"role": "user", "content": "hi"}]
         yield from client.messages.create(model="m", max_tokens=5, messages=user, stream=True)
         return
+    import openai
+
     openai_client = openai.OpenAI(api_key="k", base_url="http://gateway/v1", http_client=http_client_for(content))
     match api:
         case "chat":
@@ -249,6 +250,7 @@ def read_stream(api: Api, content: bytes) -> Iterator[object]:
 def test_a_broken_stream_raises_in_the_sdk(api: Api, first: bytes) -> None:
     """The SDKs take a stream that just ends for a complete one; the error event makes each of them raise."""
     import anthropic
+    import openai
 
     event = error_event(api, api_error(502, "The engine died."), "req-1", sequence_number=1)
     seen = []
@@ -262,6 +264,7 @@ def test_a_broken_stream_raises_in_the_sdk(api: Api, first: bytes) -> None:
 def test_the_message_of_a_broken_stream_states_its_status(api: Api) -> None:
     """Agents that see only an SDK's message retry if it states a server error."""
     import anthropic
+    import openai
 
     event = error_event(api, api_error(502, "The engine died."))
     with pytest.raises((openai.APIError, anthropic.APIError), match="502 The engine died"):

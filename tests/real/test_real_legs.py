@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import orjson
 import pytest
 
@@ -233,7 +232,7 @@ async def test_a_killed_gateway_regenerates_no_stored_token(real_engines: list[L
         async with gateway_process(
             "--store", store, *options, **{f"HEDDLE_{name.upper()}": str(value) for name, value in settings.items()}
         ) as gateway:
-            sdk = openai.AsyncOpenAI(base_url=gateway.url + "/v1", api_key="none", max_retries=20, timeout=600)
+            sdk = sdk_of(gateway.url)
             asked = [asyncio.create_task(sdk_answer(sdk, n, body)) for n, body in enumerate(bodies)]
 
             async def is_half_received() -> bool:
@@ -277,7 +276,7 @@ async def test_a_gateway_killed_under_its_keeper_regenerates_no_token(
         generated_before = await generated_when_idle(client, real_engines)
         num_in_the_middle = 0
         async with kept_gateway("--store", store, *options, **environment) as gateway:
-            sdk = openai.AsyncOpenAI(base_url=gateway.url + "/v1", api_key="none", max_retries=20, timeout=600)
+            sdk = sdk_of(gateway.url)
             asked = [asyncio.create_task(sdk_answer(sdk, n, body, n % 2 == 0)) for n, body in enumerate(bodies)]
             for part in (1, 2, 3):
 
@@ -307,9 +306,18 @@ def tokens_received(event_log: Path) -> dict[str, int]:
     return received
 
 
-async def sdk_answer(sdk: openai.AsyncOpenAI, number: int, body: dict[str, Any], stream: bool = False) -> str:
+def sdk_of(url: str) -> Any:
+    """An SDK that retries until the next gateway serves."""
+    from openai import AsyncOpenAI
+
+    return AsyncOpenAI(base_url=url + "/v1", api_key="none", max_retries=20, timeout=600)
+
+
+async def sdk_answer(sdk: Any, number: int, body: dict[str, Any], stream: bool = False) -> str:
     """The text that an SDK gets for this request of a trajectory of its own. After a stream that broke, an agent
     retries, as the SDK does for a request without an answer."""
+    import openai
+
     asked = partial(
         sdk.chat.completions.create,
         model=body["model"],

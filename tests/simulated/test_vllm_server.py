@@ -3,7 +3,6 @@
 import asyncio
 import dataclasses
 
-import openai
 import pytest
 
 from engines.profiles import load_profile
@@ -44,6 +43,8 @@ async def test_a_stream_has_the_content_of_the_whole_answer(start: Start) -> Non
 
 async def test_the_openai_sdk_accepts_every_answer(start: Start) -> None:
     """Chat, stream, tools, n, logprobs, completion, embeddings, models and responses through the official client."""
+    import openai
+
     client = await start()
     async with openai.AsyncOpenAI(base_url=f"{client.base_url}/v1", api_key="x", max_retries=0) as sdk:
         chat = await sdk.chat.completions.create(
