@@ -98,10 +98,11 @@ def _run(arguments: Sequence[str]) -> int:
 def _imported(name: str) -> ModuleType:
     """A verb's module. What its import creates stays, so no collection scans it: that took a tenth of the import."""
     gc.disable()
-    module = importlib.import_module(name)
-    gc.freeze()
-    gc.enable()
-    return module
+    try:
+        return importlib.import_module(name)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _ask_this_machine_directly() -> None:
