@@ -269,7 +269,12 @@ def _called(chat: Mapping[str, Any], choice: dict[str, Any], knows_end: bool) ->
     `parse_context`, says `length`, and so does its derender (openai/chat_completion/serving.py).
     """
     chosen, calls, reason = chat.get("tool_choice"), choice["message"].get("tool_calls"), choice["finish_reason"]
-    if not knows_end and ((calls and chosen in (None, "auto")) or (chosen == "required" and reason == "stop")):
+    is_auto, has_stopped = chosen in (None, "auto"), reason == "stop"
+    if knows_end:  # a response has no such reason: it is for the record
+        ended_by_call = calls and has_stopped and (is_auto or chosen == "required")
+    else:
+        ended_by_call = (calls and is_auto) or (has_stopped and chosen == "required")
+    if ended_by_call:
         choice["finish_reason"] = "tool_calls"
     if calls and chat.get("parallel_tool_calls") is False:
         choice["message"]["tool_calls"] = calls[:1]

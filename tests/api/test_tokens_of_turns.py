@@ -69,6 +69,28 @@ async def test_a_later_turn_continues_the_earlier_turns_tokens(site: Site) -> No
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("api", ["chat/completions", "responses", "messages"])
+async def test_a_turn_that_ends_with_a_call_is_recorded_as_such(site: Site, api: str, stream: bool) -> None:
+    """In a chat's words, whatever API its client uses, and streamed or not."""
+    function = TOOL["function"]
+    body = {
+        "chat/completions": {"messages": HELLO, "tools": [TOOL], "tool_choice": "required"},
+        "responses": {"input": "Hello", "tools": [{"type": "function", **function}], "tool_choice": "required"},
+        "messages": {
+            "messages": HELLO,
+            "max_tokens": 99,
+            "tools": [{"name": function["name"], "input_schema": function["parameters"]}],
+            "tool_choice": {"type": "any"},
+        },
+    }[api]
+    answer = await site.client.post(f"/t/a/v1/{api}", json={"model": MODEL, "stream": stream, **body})
+    assert answer.status_code == 200, answer.text
+    (turn,) = (await tree(site))["turns"]
+    (shown,) = (await site.trajectory("a"))["turns"]
+    assert (turn["finish_reason"], shown["finish_reason"]) == ("tool_calls", "tool_calls")
+
+
+@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("asks", [False, True])
 async def test_log_probabilities_are_recorded_and_sent_on_request(site: Site, stream: bool, asks: bool) -> None:
     """One for each token, with and without tools, whose answers are derendered; those sent equal those recorded."""
