@@ -191,6 +191,7 @@ class Drivers:
                 finally:
                     http.close()
         except TimeoutError:
+            lack = self._waits_for(server_id) or lack
             raise StartFailed(f"not ready in {self._fleet.limits.start_timeout_s:g} s: {lack}") from None
 
     async def _warm_up(self, http: HttpClient) -> None:
@@ -254,6 +255,9 @@ class Drivers:
 
     def _tp(self, server_id: str) -> int:
         return next((one.spec.tp for one in self._servers() if one.spec.server_id == server_id), 0)
+
+    def _waits_for(self, server_id: str) -> str:
+        return next((one.waits_for for one in self._servers() if one.spec.server_id == server_id), "")
 
     def _begins(self, phase: str, server_id: str) -> None:
         self._began[phase, server_id] = time.monotonic()

@@ -173,9 +173,9 @@ def _why_it_waits(status: Mapping[str, Any]) -> tuple[str, ...]:
     if status.get("phase") != "Pending":
         return ()
     waiting = [state for _, state in _containers(status, "waiting")]
-    return tuple(
-        f"{each['reason']}: {each.get('message', '')}" for each in [*conditions, *waiting] if each.get("reason")
-    )
+    given = [each for each in (*conditions, *waiting) if each.get("reason")]
+    # Two conditions may say the same, and a container that waits for others says no more than that.
+    return tuple(dict.fromkeys(": ".join(filter(None, (each["reason"], each.get("message")))) for each in given))
 
 
 def _containers(status: Mapping[str, Any], state: str) -> list[tuple[str, Json]]:

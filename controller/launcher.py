@@ -55,6 +55,11 @@ class Server:
     exit_cause: str = ""
     last_lines: tuple[str, ...] = ()
 
+    @property
+    def waits_for(self) -> str:
+        """Why it does not run yet, in its launcher's words; "" if it runs, or nothing tells."""
+        return " | ".join(self.last_lines[-3:]) if self.state is ServerState.STARTING else ""
+
 
 def loaded_spec(written: Mapping[str, Any]) -> ServerSpec:
     """A specification from the JSON of its `asdict`, as launchers store it."""

@@ -118,6 +118,7 @@ def _servers(controller: Controller, backing_off: Set[str]) -> list[Json]:
             "num_turns": one.num_turns,
             "url": by_id[one.server_id].url if one.server_id in by_id else None,
             "step": state.begun.get(one.server_id),
+            "waits_for": by_id[one.server_id].waits_for if one.server_id in by_id else "",
         }
         for one in shown
     ]
@@ -125,7 +126,7 @@ def _servers(controller: Controller, backing_off: Set[str]) -> list[Json]:
     free = set(controller.devices).difference(*(one.held for one in seen)) if controller.has_observed else None
     for server_id in sorted(absent):
         said = "backing off" if server_id in backing_off else _absent_state(wanted[server_id], free)
-        none_yet = {"is_wanted": True, "num_turns": 0, "url": None, "step": None}
+        none_yet = {"is_wanted": True, "num_turns": 0, "url": None, "step": None, "waits_for": ""}
         listed.append(_server(wanted[server_id], said) | none_yet)
     return listed
 

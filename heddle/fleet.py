@@ -145,6 +145,8 @@ def _fleet(told: dict[str, Any]) -> str:
     for one in sorted(told["servers"], key=lambda one: one["state"] == "asleep"):
         on = ",".join(one["devices"])
         lines.append(f"  {one['id']:28} TP {one['tp']}  {one['state']:10} {one['num_turns']:4} turns  on {on}")
+        if waits_for := one.get("waits_for"):  # of an image, or for room on its node
+            lines.append(f"    waits: {waits_for}")
     if told["resting_devices"]:
         lines.append(f"resting: {', '.join(told['resting_devices'])}")
     took: dict[str, list[str]] = {}

@@ -336,6 +336,24 @@ async def test_an_engine_that_was_not_ready_in_time_tells_what_it_lacked(
             assert made.journal.state.failures[0].cause.startswith(f"not ready in 1 s: {lack}")
 
 
+async def test_a_server_that_never_ran_failed_for_its_launchers_reason(memory_folder: Path) -> None:
+    """Such as a Pod that had no room. All that was told of it was `not ready in 900 s: it has no address`."""
+    async with answering_engines() as port:
+        run = run_in(memory_folder / "no-room", port)
+        servers = run.cluster.servers
+        limits = run.fleet.limits.model_copy(update={"start_timeout_s": 0.1})
+        async with controller_of(run, limits=limits) as made:
+            await made.tick()
+            await made.tick()
+            await until(lambda: [one.state for one in run.cluster.alive()] == [ServerState.RUNNING] * 2)
+            said = "Unschedulable: 0/2 nodes are available"
+            for server_id, server in servers.items():
+                servers[server_id] = replace(server, state=ServerState.STARTING, url=None, last_lines=(said,))
+            async with running(made):
+                await until(lambda: bool(made.journal.state.failures), lambda: made.seen)
+            assert made.journal.state.failures[0].cause == f"not ready in 0.1 s: {said}"
+
+
 async def test_a_step_does_not_look_at_the_launcher_by_itself(memory_folder: Path) -> None:
     """A Pod has no address until its image is there, for minutes. Meanwhile its start asked Kubernetes for the whole
     fleet five times a second, and called one lost answer a defect to report."""

@@ -1,5 +1,7 @@
 """The state of the fleet, as the controller reports it."""
 
+import asyncio
+import json
 from pathlib import Path
 
 import httpx
@@ -14,8 +16,10 @@ from controller.loop import Controller
 from controller.records import step_record
 from controller.report import alarms, status
 from controller.steps import Register
+from heddle.cli import main
 from tests.controller.fleet_site import fleet_file
 from tests.controller.ports import Cluster, Fuse, MemoryDemand, MemoryGateway, MemoryLauncher
+from tests.engines.raw_server import Peer, raw_server
 
 URL = "http://127.0.1.1:8000"
 
@@ -138,4 +142,31 @@ async def test_a_body_that_is_no_json_is_said_to_be_none(kind: str, body: bytes,
     async with httpx.AsyncClient(transport=transport, base_url="http://controller") as client:
         answer = await client.post("/v1/scale", content=body, headers=headers)
     assert (answer.status_code, answer.json()["error"]["message"]) == (400, said)
+    journal.close()
+
+
+async def test_a_server_that_does_not_run_yet_is_shown_with_its_launchers_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Such as a Pod without room, or without an image. It was just `starting`, for 15 minutes."""
+    said = "Unschedulable: 0/2 nodes are available: Insufficient nvidia.com/gpu."
+    spec = ServerSpec("server-1", "test", 1, ("cpu0",), ("engine",))
+    cluster = Cluster(devices=("cpu0",), port=8000)
+    cluster.servers["server-1"] = Server(spec, ServerState.STARTING, None, "", (said,))
+    journal = Journal(tmp_path / "journal.jsonl")
+    wanted = [{"server_id": "server-1", "tp": 1, "devices": ["cpu0"]}]
+    journal.write(kind="wanted", at=0.0, wanted=wanted, serial=1, why="first")
+    launcher, gateway = MemoryLauncher(cluster, Fuse()), MemoryGateway(cluster, Fuse())
+    made = Controller(fleet_file(tmp_path, URL), launcher, gateway, MemoryDemand(cluster), journal)  # type: ignore[arg-type]
+    assert await made.observe()
+
+    async def controller_api(peer: Peer) -> None:
+        await peer.request()
+        body = json.dumps(status(made, 0.0)).encode()
+        await peer.send(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+
+    async with raw_server(controller_api) as api:
+        assert await asyncio.to_thread(main, ["fleet", "show", "--controller", api.url]) == 0
+    assert f"    waits: {said}\n" in capsys.readouterr().out
+    await made.close()
     journal.close()
