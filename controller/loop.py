@@ -71,6 +71,7 @@ class Controller:
         self._drivers = Drivers(fleet, launcher, gateway, journal, lambda: self.servers)
         self._tasks: dict[str, tuple[Step, asyncio.Task[None]]] = {}
         self._failed: dict[str, str] = {}
+        self._hindered: dict[str, tuple[Step, str]] = {}  # by server, the step that is tried again, and why
         self._draining_since: dict[str, float] = {}
         self._not_stopped: dict[str, str] = {}
         self._num_changes = 0
@@ -296,6 +297,7 @@ class Controller:
         if not any(isinstance(step, Launch) for step in (*steps, *(step for step, _ in self._tasks.values()))):
             self._clear("launch_hindered")
         if not steps and not self._tasks:
+            self._hindered.clear()
             self._clear("gateway_refused")
             self._clear("step_failed")
         for step in steps:
@@ -314,9 +316,11 @@ class Controller:
         return {one.server_id for one in waiting}
 
     async def _perform(self, step: Step) -> None:
-        server_id = step.server_id
-        LOGGER.info("step", extra={"fields": {"step": type(step).__name__, "server": server_id}})
-        is_hindered = False
+        server_id, before = step.server_id, self._hindered.pop(step.server_id, None)
+        fields = {"step": type(step).__name__, "server": server_id}
+        if before is None or before[0] != step:
+            LOGGER.info("step", extra={"fields": fields})
+        alarm = why = ""
         try:
             await self._drivers.perform(step)
             self._clear("gateway_refused")
@@ -326,28 +330,29 @@ class Controller:
         except (StartFailed, LaunchFailed, SleepFault) as failure:
             self._failed[server_id] = str(failure)
         except LaunchHindered as fault:
-            is_hindered = True
-            self._alarm("launch_hindered", f"{server_id}: {fault}")
+            alarm, why = "launch_hindered", f"{server_id}: {fault}"
         except StopFailed as fault:
-            is_hindered = True
             self._not_stopped[server_id] = str(fault)
+            alarm, why = "stop_failed", self._why_not_stopped()
         except GatewayAway as fault:
-            is_hindered = True
-            self._alarm("gateway_away", str(fault))
+            alarm, why = "gateway_away", str(fault)
         except GatewayRefused as fault:
-            is_hindered = True
-            self._alarm("gateway_refused", str(fault))
+            alarm, why = "gateway_refused", str(fault)
         except JournalAway as fault:
-            is_hindered = True
-            self._alarm("journal_away", str(fault))
+            alarm, why = "journal_away", str(fault)
         except Exception as fault:
-            is_hindered = True
-            LOGGER.exception("defect", extra={"fields": {"step": type(step).__name__, "server": server_id}})
-            self._alarm("step_failed", f"{type(step).__name__} of {server_id}: {fault}")
+            alarm, why = "step_failed", f"{type(step).__name__} of {server_id}: {fault}"
+            if before != (step, why):
+                LOGGER.exception("defect", extra={"fields": fields})
         finally:
             self._tasks.pop(server_id, None)
             self._num_changes += 1
-            if not is_hindered:  # else it is tried again after `observe_interval_s`: at once, it would fail again
+            if alarm:
+                if before != (step, why):
+                    self._clear(alarm)  # so that another cause is logged, too
+                self._alarm(alarm, why)
+                self._hindered[server_id] = step, why
+            else:  # else it is tried again after `observe_interval_s`: at once, it would fail again
                 self._wake.set()
 
     def _changed(self) -> None:
@@ -369,9 +374,12 @@ class Controller:
         left = {one.server_id for one in self.seen if not one.was_stopped}
         self._not_stopped = {one: why for one, why in self._not_stopped.items() if one in left}
         if self._not_stopped:
-            self._alarm("stop_failed", "; ".join(dict.fromkeys(self._not_stopped.values())))
+            self._alarm("stop_failed", self._why_not_stopped())
         else:
             self._clear("stop_failed")
+
+    def _why_not_stopped(self) -> str:
+        return "; ".join(dict.fromkeys(self._not_stopped.values()))
 
     def _may_gateway_be_starting(self) -> bool:
         """Whether it never answered, and was perhaps started together with this controller, as by `heddle up`."""

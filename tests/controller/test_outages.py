@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import json
+import logging
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -219,11 +220,13 @@ async def test_an_operators_fleet_is_not_replaced_by_what_runs(memory_folder: Pa
 
 @dataclass
 class Line:
-    """To the launcher: every request fails with this fault, if there is one."""
+    """To the launcher: every request fails with this fault, if there is one. `num_passed`: how many there were."""
 
     fault: Exception | None = None
+    num_passed: int = 0
 
     def pass_point(self) -> None:
+        self.num_passed += 1
         if self.fault is not None:
             raise self.fault
 
@@ -304,6 +307,31 @@ async def test_a_machine_that_cannot_launch_now_is_no_defect(memory_folder: Path
             await until_reached(made, 1, 1)
             await until(lambda: not made.alarms, lambda: made.alarms)
             assert not made.journal.state.failures
+
+
+@pytest.mark.parametrize("kind", [OSError, RuntimeError])
+async def test_a_step_that_is_tried_again_is_logged_when_its_cause_changes(
+    kind: type[Exception], memory_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each try was logged, one a second, a defect with its traceback; and another cause was not."""
+    caplog.set_level(logging.INFO)
+    async with answering_engines() as port:
+        run = run_in(memory_folder / "again", port)
+        run.cluster.devices = ("cpu0",)
+        line = Line(kind("a full disk"))
+        async with controller_of(run, line, first=(1,)) as made, running(made):
+
+            async def tries(cause: str) -> None:
+                line.fault, line.num_passed = kind(cause), 0
+                await until(lambda: line.num_passed >= 10, lambda: made.alarms)
+
+            await tries("a full disk")
+            caplog.clear()
+            await tries("a full disk")
+            assert not caplog.records
+            await tries("too many processes")
+            assert len([one for one in caplog.records if one.getMessage() == "alarm"]) == 1
+            assert len(caplog.records) == 1 + (kind is RuntimeError)
 
 
 async def is_half_there(peer: Peer) -> None:
