@@ -36,7 +36,8 @@ def engine_pod(spec: ServerSpec, template: Mapping[str, Any], resource: str, por
         port: on which the server listens; each Pod has an address of its own.
 
     Raises:
-        ValueError: the fleet's id cannot be a label, or the devices are on several nodes.
+        ValueError: the fleet's id cannot be a label, the devices are on several nodes, or a part of the template that
+            is added to has another form than Kubernetes'.
     """
     if not _LABEL.fullmatch(spec.fleet_id):
         raise ValueError(f"fleet id {spec.fleet_id!r} cannot be a label's value")
@@ -60,13 +61,18 @@ def engine_pod(spec: ServerSpec, template: Mapping[str, Any], resource: str, por
 
 
 def check_template(template: object, path: object) -> None:
-    """Raises ValueError, which names the file, if this is not a Pod manifest with a container for the engine."""
+    """Raises ValueError, which names the file, if this is not a Pod manifest with a container for the engine, or no
+    Pod can be made of it. What is only passed on, Kubernetes judges."""
     spec = template.get("spec") if isinstance(template, Mapping) else None
     containers = spec.get("containers") if isinstance(spec, Mapping) else None
     if not (isinstance(containers, list) and containers and isinstance(containers[0], Mapping)):
         raise ValueError(f"template {path} is not a Pod manifest: it has no spec.containers")
     if missing := [name for name in ("name", "image") if not containers[0].get(name)]:
         raise ValueError(f"template {path}: its first container, which is the engine's, has no {missing[0]}")
+    try:
+        engine_pod(ServerSpec("engine", "fleet", 1, ("node/0",), ()), template, "gpu", 8000)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise ValueError(f"template {path}: {error}") from None
 
 
 def pod_name(server_id: str) -> str:
@@ -121,7 +127,19 @@ def _table(of: Json, name: str) -> Json:
     if of.get(name) is None:
         of[name] = {}
     table: Json = of[name]
+    if not isinstance(table, dict):
+        raise ValueError(f"{name} must be a table, not {table!r}")
     return table
+
+
+def _variables(container: Json) -> Json:
+    """The entries of a container's `env` by their names."""
+    entries = container.get("env") or ()
+    if not isinstance(entries, list | tuple) or not all(
+        isinstance(entry, dict) and isinstance(entry.get("name"), str) for entry in entries
+    ):
+        raise ValueError("env must be a list of tables, such as - {name: A, value: b}")  # no values: some are secret
+    return {entry["name"]: entry for entry in entries}
 
 
 def _fill_container(container: Json, spec: ServerSpec, resource: str, port: int) -> None:
@@ -130,7 +148,7 @@ def _fill_container(container: Json, spec: ServerSpec, resource: str, port: int)
     container["command"] = [part.replace("{port}", str(port)).replace("{host}", "$(POD_IP)") for part in escaped]
     container.pop("args", None)
     environment = {"POD_IP": {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}}
-    environment |= {entry["name"]: entry for entry in container.get("env") or ()}
+    environment |= _variables(container)
     places = {"{host}": "$(POD_IP)", "{kv_port}": str(_KV_PORT)}  # a Pod shares its ports with nobody
     environment |= {
         name: {"name": name, "value": places.get(value) or value.replace("$", "$$")}

@@ -56,6 +56,31 @@ def test_a_library_that_is_not_installed_is_named(launcher: str, library: str, m
         launcher_of(fleet(launcher))
 
 
+@pytest.mark.parametrize(
+    ("container", "more", "said"),
+    [
+        ("env: {A: b}", "", "env must be a list of tables, such as - {name: A, value: b}"),
+        ("env: [A=b]", "", "env must be a list of tables, such as - {name: A, value: b}"),
+        ("env: [{A: b}]", "", "env must be a list of tables, such as - {name: A, value: b}"),
+        ("resources: [gpu]", "", "resources must be a table, not ['gpu']"),
+        ("resources: {limits: 64Gi}", "", "limits must be a table, not '64Gi'"),
+        ("args: []", "metadata: [a]", "metadata must be a table, not ['a']"),
+        ("args: []", "metadata: {labels: [a]}", "labels must be a table, not ['a']"),
+        ("args: []", "metadata: {annotations: a}", "annotations must be a table, not 'a'"),
+    ],
+)
+def test_a_template_of_which_no_pod_can_be_made_is_refused(
+    container: str, more: str, said: str, tmp_path: Path
+) -> None:
+    """When the file is read. Each launch then failed as a defect to report, once a second, for ever."""
+    pytest.importorskip("kubernetes")
+    template = tmp_path / "pod.yaml"
+    template.write_text(f"{more}\nspec: {{containers: [{{name: engine, image: vllm, {container}}}]}}")
+    with pytest.raises(FleetFileError) as raised:
+        launcher_of(fleet("kubernetes", template=str(template)))
+    assert str(raised.value).endswith(f"template {template}: {said}")
+
+
 def test_unusable_kubernetes_options_are_reported(tmp_path: Path) -> None:
     """No template, an absent one, one that is not YAML or no Pod, no cluster."""
     pytest.importorskip("kubernetes")
