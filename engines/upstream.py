@@ -6,6 +6,7 @@ from typing import Any
 
 import orjson
 
+from engines.flags import flag_of
 from engines.http import Body
 from scheduling.values import value_class
 
@@ -103,7 +104,10 @@ def stream_options(leg: Leg) -> dict[str, Any]:
     """
     given = leg.request.get("stream_options")
     options = {} if given is None else given
-    if not leg.counts_tokens or not isinstance(options, dict) or options.get("include_usage") not in (None, False):
+    if not leg.counts_tokens or not isinstance(options, dict):
+        return {}
+    wanted = options.get("include_usage")
+    if wanted is not None and flag_of(wanted) is not False:
         return {}
     return {"stream_options": {**options, "include_usage": True, "continuous_usage_stats": False}}
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from engines.flags import flag_of
 from gateway.http.errors import Api
 from gateway.messages.transcripts import History
 from scheduling.values import value_class
@@ -43,4 +44,4 @@ class Ask:
     def wants_usage(self) -> bool:
         """Whether the client asked its stream for a usage event."""
         options = self.request.get("stream_options")
-        return isinstance(options, dict) and bool(options.get("include_usage"))
+        return isinstance(options, dict) and flag_of(options.get("include_usage")) is True

@@ -11,6 +11,7 @@ from functools import partial
 
 from xxhash import xxh3_128
 
+from engines.flags import flag_of
 from engines.http import BadResponse
 from engines.tokens import Rendered, TokenRoutes, has_tools
 from engines.upstream import TooDeep
@@ -84,9 +85,9 @@ def may_take_tokens(ask: Ask) -> bool:
     if ask.api == "responses":
         return True  # the engine judges whatever else it asks
     options = request.get("stream_options")
-    if not (options is None or (isinstance(options, dict) and options.get("include_usage") in (None, True, False))):
+    if not (options is None or (isinstance(options, dict) and _is_flag(options.get("include_usage")))):
         return False  # for the engine to refuse
-    if options and options.get("continuous_usage_stats"):
+    if options and flag_of(options.get("continuous_usage_stats") or False) is not False:
         return False
     if ask.api == "completions":
         prompt, logprobs = request.get("prompt"), request.get("logprobs")
@@ -95,6 +96,10 @@ def may_take_tokens(ask: Ask) -> bool:
         return isinstance(prompt, str) or (isinstance(prompt, list) and all(map(_is_id, prompt)))
     # A parser does not see stop strings, nor log-probabilities in a stream.
     return not has_tools(request) or not (request.get("stop") or (ask.wants_stream and request.get("logprobs")))
+
+
+def _is_flag(value: object) -> bool:
+    return value is None or flag_of(value) is not None
 
 
 def _is_id(value: object) -> bool:

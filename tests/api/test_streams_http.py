@@ -246,6 +246,19 @@ async def test_a_client_may_stop_reading_at_the_finish_reason(site: Site, wire: 
     assert (turn["outcome"], turn["finish_reason"], turn["output_tokens"]) == ("finished", "stop", 2)
 
 
+@pytest.mark.parametrize("wanted", [True, False, None, 1, 0, "true", "false", "0", "off"])
+async def test_usage_is_recorded_however_the_client_spells_that_it_wants_none(
+    site: Site, wire: Wire, wanted: Any
+) -> None:
+    """The engine reads `"false"` as a boolean, too, and told no usage: the record had no prompt tokens. Nor did such a
+    turn have token legs."""
+    answer = await site.chat("/t/one" + CHAT, stream=True, stream_options={"include_usage": wanted})
+    assert ('"usage":{' in answer.text) is (wanted in (True, 1, "true")), answer.text
+    (turn,) = (await site.trajectory("one"))["turns"]
+    assert turn["prompt_tokens"] and turn["output_tokens"] == 4, turn
+    assert site.engine.turns[-1].path == wire.path
+
+
 async def test_events_cut_anywhere_arrive_whole(site: Site, wire: Wire) -> None:
     """Network reads end within events, lines and characters. The client gets the same text, and the same bytes if the
     stream is passed through."""
