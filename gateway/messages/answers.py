@@ -265,7 +265,7 @@ def _read_parsed(api: Api, body: bytes, parsed: dict[str, Any]) -> Answer:
 def _read_metas(body: bytes, metas: list[dict[str, Any]]) -> Answer:
     faults = [fault for meta in metas if (fault := fault_of_meta(meta))]
     if faults:
-        return Answer(body, error=faults[0])
+        return Answer(body, None, usage_of_metas(metas), faults[0])
     return Answer(body, reason_of_meta(metas[0]), usage_of_metas(metas))
 
 

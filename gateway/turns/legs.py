@@ -232,7 +232,9 @@ class Legs:
             raise refused_by(response, engine_error(response.status, body))
         answer = read_answer(turn.ask.api, body, may_be_cut=response.ends_at_eof)
         if answer.error is not None:
-            raise refused_by(response, answer.error)
+            failure = refused_by(response, answer.error)
+            failure.has_made = answer.usage is not None and answer.usage.completion_tokens > 0
+            raise failure
         turn.usage, turn.finish_reason = answer.usage, answer.finish_reason
         self._note_first_byte(turn)
         api, outlet = turn.ask.api, turn.outlet

@@ -34,6 +34,7 @@ class LegFailed(Exception):
     Attributes:
         retry_after_s: how long a busy engine asks to be left alone; None if it does not.
         broke_off: whether the engine broke off, as one does that died.
+        has_made: whether its answer tells of tokens that it made before.
     """
 
     def __init__(self, fault: Fault, error: ApiError, should_retry: bool | None = None) -> None:
@@ -43,6 +44,7 @@ class LegFailed(Exception):
         self.should_retry = should_retry
         self.retry_after_s: float | None = None
         self.broke_off = False
+        self.has_made = False
 
 
 class Stopped(Exception):

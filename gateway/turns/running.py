@@ -169,7 +169,7 @@ class RunningTurns:
             can_retry = turn.can_go_on
             turn.leg_failed(failure.error)
             now, pause_s = self._clock(), failure.retry_after_s
-            has_made = can_retry and turn.num_chunks > num_before
+            has_made = can_retry and (failure.has_made or turn.num_chunks > num_before)
             broke_off = can_retry and failure.broke_off and not has_made
             self._driver.post(
                 TurnFailed(now, turn.turn_id, turn.leg, failure.fault, can_retry, pause_s, broke_off, has_made)

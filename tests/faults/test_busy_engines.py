@@ -47,12 +47,13 @@ async def test_a_busy_engine_is_left_alone_at_token_level(client: httpx.AsyncCli
         assert asyncio.get_running_loop().time() - began_at > 2.9
 
 
-async def test_a_long_leg_that_its_engine_aborts_goes_on(client: httpx.AsyncClient) -> None:
-    """As vLLM does when it is paused or shut down. A turn that had run for longer than turns may wait was refused with
-    `queue_timeout`."""
+@pytest.mark.parametrize("token_legs", ["auto", "off"])
+async def test_a_long_leg_that_its_engine_aborts_goes_on(token_legs: str, client: httpx.AsyncClient) -> None:
+    """Or begins again, if it passes through. As vLLM does when it is paused or shut down. A turn that had run for
+    longer than turns may wait was refused with `queue_timeout`."""
     async with (
         serve_engine(SimulatedEngineSettings(speed_up=1)) as engine,
-        running_gateway(engine, queue_timeout_s=3, retry_pause_s=0, token_legs="auto") as gateway,
+        running_gateway(engine, queue_timeout_s=3, retry_pause_s=0, token_legs=token_legs) as gateway,
     ):
         asking = asyncio.create_task(ask(client, gateway.url, "chat", body_of("chat", tokens=400)))
         began_at = time.monotonic()
