@@ -45,7 +45,7 @@ class StreamReader:
         keep: whether to keep the events for `content_of_stream` (stream_contents.py).
 
     Attributes:
-        error: the fault that ended the stream; from then on nothing is returned.
+        error: the fault that ended the stream; what comes after it is not returned.
         done: whether the stream's own end was seen.
         finish_reason: of the first choice that finished (Anthropic: stop reason; responses: status).
         num_chunks: events with data so far, not counting comments and [DONE].
@@ -166,7 +166,7 @@ class StreamReader:
         else:
             event = self._read_choices(event, parsed)
         if self.error is not None:
-            return b""
+            return b"" if self._api in ("messages", "responses") else self._held_events()  # of choices that did finish
         if not self.has_begun:
             self.has_begun = self.num_chunks > _MAX_OPENING_EVENTS or not is_opening(self._api, parsed)
         return event
@@ -203,7 +203,7 @@ class StreamReader:
         self.error = fault_of_meta(meta)
         self.finish_reason = self.finish_reason or reason
         self._note_choice(index, reason is not None)
-        return event if reason is None else self._hold(event, parsed)
+        return event if reason is None or self.error is not None else self._hold(event, parsed)
 
     def _note_choice(self, index: int, has_finished: bool) -> None:
         self._has_finished[index] = has_finished or self._has_finished.get(index, False)

@@ -138,6 +138,24 @@ def test_markers_in_a_text_are_not_events(text: str) -> None:
         assert (reader.error, reader.done, reader.finish_reason, reader.num_chunks) == (None, False, None, 1)
 
 
+def test_the_end_of_a_choice_is_told_although_another_one_fails() -> None:
+    """It was dropped: a choice that had finished looked cut off. At token level, it is told at once."""
+    finished = chunk("b", "stop")
+    reader = StreamReader("chat")
+    assert reader.read(chunk("a") + chunk("x", index=1) + finished) == chunk("a") + chunk("x", index=1)
+    assert reader.read(chunk("", "abort", index=1) + DONE) == finished
+    assert reader.error is ABORTED and not reader.done
+
+    def output(index: int, reason: str | None) -> bytes:
+        meta = {"finish_reason": reason and {"type": reason}, "prompt_tokens": 3, "completion_tokens": 1}
+        return event({"text": "a", "output_ids": [5], "meta_info": meta, "index": index})
+
+    reader = StreamReader("generate")
+    assert reader.read(output(0, None) + output(1, None) + output(0, "stop")) == output(0, None) + output(1, None)
+    assert reader.read(output(1, "abort") + DONE) == output(0, "stop")
+    assert reader.error is ABORTED and not reader.done
+
+
 @pytest.mark.parametrize("reason", ["abort", "error"])
 def test_an_aborted_stream_is_not_finished(reason: str) -> None:
     """vLLM ends an aborted stream with an ordinary chunk and [DONE]; the turn must continue on another engine."""
