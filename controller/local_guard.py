@@ -92,16 +92,18 @@ def _keep_log_bounded(log: Path, max_bytes: int) -> None:
     """Runs for as long as this process lives."""
     while True:
         with contextlib.suppress(OSError):  # the disk is full; there may be room at the next look
-            rotate(log, max_bytes)
+            rotate(sys.stdout.fileno(), log, max_bytes)
         time.sleep(_LOG_LOOK_S)
 
 
-def rotate(log: Path, max_bytes: int) -> None:
+def rotate(descriptor: int, log: Path, max_bytes: int) -> None:
     """Start a log again if it is full. Its writers continue with it, because it is open for appending; whatever they
-    write during the change is lost."""
-    if log.stat().st_size > max_bytes:
-        shutil.copyfile(log, log.with_name("log.1"))
-        os.truncate(log, 0)
+    write during the change is lost. It may have another name by now, or none: logrotate, a person."""
+    if os.fstat(descriptor).st_size > max_bytes:
+        older = log.with_name("log.1")
+        older.unlink(missing_ok=True)  # it may be this very file
+        shutil.copyfile(f"/proc/self/fd/{descriptor}", older)
+        os.ftruncate(descriptor, 0)
 
 
 def _die_with_parent() -> None:

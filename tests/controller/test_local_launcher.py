@@ -332,11 +332,40 @@ def test_only_a_full_log_is_rotated(tmp_path: Path) -> None:
         for content in (b"first", b"second"):
             writer.write(content)
             writer.flush()
-            rotate(log, 10)
+            rotate(writer.fileno(), log, 10)
             assert not older.exists() and log.read_bytes() == content
-            rotate(log, 3)
+            rotate(writer.fileno(), log, 3)
             assert older.read_bytes() == content and log.read_bytes() == b""
             older.unlink()
+
+
+@pytest.mark.parametrize("moved_to", ["log.1", "log-20260101"])
+async def test_a_log_that_somebody_moved_or_removed_is_bounded_all_the_same(
+    moved_to: str, site: Site, tmp_path: Path
+) -> None:
+    """By logrotate, or `rm`. The server goes on with its file, whatever its name is, and wrote it until the disk was
+    full."""
+    launcher = LocalLauncher(tmp_path, ("0", "1", "2"), max_log_bytes=100_000)
+    spec = site.spec(TALK)
+    await launcher.launch(spec)
+    folder = tmp_path / site.fleet_id / spec.server_id
+    log = os.open(folder / "log", os.O_RDONLY)
+    try:
+        (folder / "log").rename(folder / moved_to)
+        (folder / "log").touch()
+        if moved_to != "log.1":
+            (folder / moved_to).unlink()
+        async with asyncio.timeout(60.0):
+            largest = 0
+            while (size := os.fstat(log).st_size) >= largest:  # until it begins again
+                largest = size
+                await asyncio.sleep(0.05)
+        assert largest > 100_000
+        (found,) = await launcher.find(site.fleet_id)
+        assert found.last_lines[5].startswith("line number ")
+        await launcher.stop(spec.server_id, 5.0)
+    finally:
+        os.close(log)
 
 
 async def test_find_sees_whole_servers_while_old_folders_are_removed(tmp_path: Path) -> None:
