@@ -161,7 +161,8 @@ class Chain:
         self._cut(length)
         held = text[len(self.text) :]
         if self._seam is not None:
-            self._seam.move(held)
+            since = max(length + cut - self.rendered.stops_after, 0)
+            self._seam.move(held, len(text) - len(texts[since]) if since < len(texts) else len(text))
             held = ""
         elif self.rendered.stop:
             self._seam = Seam(text, held, self.rendered.stop, self.rendered.includes_stop)

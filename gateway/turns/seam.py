@@ -25,10 +25,12 @@ class Seam:
         """The held text that is too far from the seam to be part of a stop string."""
         return self._held[: max(len(self._held) - self._size, 0)]
 
-    def move(self, held: str) -> None:
-        """The leg after the seam has broken off, too: from here on, the seam is after all text that was not told."""
+    def move(self, held: str, num_stoppable: int) -> None:
+        """The leg after the seam has broken off, too: from here on, the seam is after all text that was not told. A
+        stop string that ends before the last `num_stoppable` characters does not count."""
         self._buffer += held[len(self._buffer) - self._num_told :]
         self._size = len(self._buffer)
+        self._stop_from = max(self._stop_from, self._size - num_stoppable)
 
     def feed(self, text: str, may_stop: bool, is_last: bool, left_out: str) -> tuple[str, str | None]:
         """The text that may be told now, and the stop string that ended it.

@@ -254,6 +254,20 @@ def test_a_stop_string_across_a_seam_counts_only_after_the_least_number_of_token
     assert (chain.finish_reason, chain.stop_reason) == (("stop", "END") if is_stopped else ("length", None))
 
 
+@pytest.mark.parametrize("stops_after", range(8))
+def test_a_stop_string_that_two_legs_in_a_row_broke_off_at_counts_only_after_the_least_number(stops_after: int) -> None:
+    """Its end was held back by the second engine, and counted although it was among the first `min_tokens` tokens."""
+    chain = chain_of(("END",), stops_after=stops_after)
+    heard = add_pieces(chain, ([1] * 3, "x")) + chain.mend(["xxE", "xx", "x"]).text
+    chain.begin_leg()
+    heard += add_pieces(chain, ([1], ""), ([1], "")) + chain.mend(["xxEND", "xxEN", "xxE", "xx", "x"]).text
+    chain.begin_leg()
+    for i, letter in enumerate("yzyz"):
+        if chain.finish_reason is None:
+            heard += chain.add(Piece([1], letter, finish_reason="length" if i == 3 else None), "v1").text
+    assert heard == chain.text == ("xx" if stops_after < 5 else "xxENDyzyz")
+
+
 def test_output_held_to_a_grammar_is_made_again_and_must_match() -> None:
     """The client is told only what is new. If different output comes, the chain has diverged."""
     chain = chain_of(grammar=True)
