@@ -37,7 +37,7 @@ _KINDS = {
 }
 _TABLES = ("dict_", "model_", "mapping_")
 # Values of these may hold a key or a password, so they are not shown.
-_SECRETS = frozenset({"api_key", "api_keys", "admin_key", "store", "redis"})
+_SECRETS = frozenset({"api_key", "api_keys", "agent_keys", "admin_key", "store", "redis"})
 
 
 def first_mistake(error: ValidationError, model: type[BaseModel]) -> tuple[str, str]:

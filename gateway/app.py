@@ -99,7 +99,7 @@ async def _serving(
     ledger, book, repeats, conversations = memory.ledger, memory.book, memory.repeats, memory.conversations
     metrics = Metrics()
     log = TurnLog()
-    access = Access(settings.api_keys, settings.admin_key)
+    access = Access(settings.api_keys, settings.agent_keys, settings.admin_key)
     began_at, limits = clock(), settings.limits()
     by_tokens = settings.token_legs == "auto"
     scheduler = Scheduler(POLICIES[settings.policy], limits, memory.records, began_at, can_preempt=by_tokens)

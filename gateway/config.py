@@ -115,6 +115,10 @@ class Settings(BaseSettings):
         (), description="Keys that clients must send; with none, anybody may use the gateway."
     )
     admin_key: Key | None = Field(None, description="Required to change the fleet; without one, changes are refused.")
+    agent_keys: Annotated[tuple[Annotated[Key, Field(min_length=1)], ...], NoDecode] = Field(
+        (),
+        description="Keys with which agents may only ask for turns, because they run what a policy in training wrote.",
+    )
     cors_origins: Annotated[tuple[Annotated[str, AfterValidator(_origin)], ...], NoDecode] = Field(
         (),
         description="Web origins whose pages may call the gateway, `*` for all. None, because agents are not browsers.",
@@ -412,17 +416,25 @@ class Settings(BaseSettings):
             raise ValueError(f"{twice} is listed twice")
         return engines
 
-    @field_validator("api_keys", "cors_origins", mode="before")
+    @field_validator("api_keys", "agent_keys", "cors_origins", mode="before")
     @classmethod
     def _parse_list(cls, value: Any, info: ValidationInfo) -> Any:
         if not isinstance(value, str):
             return value
         parts = tuple(part.strip() for part in value.split(",") if part.strip())
-        if info.field_name == "api_keys" and not parts:  # a variable that a deployment meant to fill, and did not
-            raise ValueError("must not be empty; leave it unset to let anybody use the gateway")
+        if info.field_name != "cors_origins" and not parts:  # a variable that a deployment meant to fill, and did not
+            unset = "let anybody use the gateway" if info.field_name == "api_keys" else "have none"
+            raise ValueError(f"must not be empty; leave it unset to {unset}")
         if value.lstrip().startswith("["):  # as other programs take a list in a variable
             raise ValueError("must be separated by commas, without brackets")
         return parts
+
+    @field_validator("agent_keys")
+    @classmethod
+    def _are_of_agents_only(cls, keys: tuple[Key, ...], info: ValidationInfo) -> tuple[Key, ...]:
+        if not {*info.data.get("api_keys", ()), info.data.get("admin_key")}.isdisjoint(keys):
+            raise ValueError("must not be keys of clients or the admin key too: agents would have their rights")
+        return keys
 
     @classmethod
     def settings_customise_sources(

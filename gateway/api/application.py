@@ -13,16 +13,17 @@ from starlette.routing import Match
 
 from engines.validation_errors import in_words, meant, names_at
 from gateway import metrics as metrics_page
-from gateway.api.dashboard import add_dashboard
+from gateway.api.dashboard import PAGE_PATHS, add_dashboard
 from gateway.api.fleet import add_fleet
 from gateway.api.openapi import declare_hot_routes
-from gateway.api.parts import part
+from gateway.api.parts import NEED_ADMIN, part
 from gateway.api.tokens import add_tokens
 from gateway.api.trajectories import add_trajectories
 from gateway.api.weights import add_weights
 from gateway.config import Settings
 from gateway.fleet.fleet import Fleet, UnknownEngine
 from gateway.fleet.server import EngineState
+from gateway.http.access import Access
 from gateway.http.errors import api_error, error_body
 from gateway.http.refusals import (
     Refused,
@@ -40,6 +41,8 @@ from gateway.turns.request_reader import lacks_model
 from gateway.turns.turns import TURN_ROUTES
 from store.port import Store
 
+# Tags of the routes that an agent key may use. The others show or change what a policy in training must not.
+_OF_AGENTS = frozenset({"openai", "health"})
 # Tags of the routes that refuse parameters other than their own.
 _STRICT = frozenset({"trajectories", "training", "fleet"})
 _ERRORS: dict[int | str, dict[str, Any]] = {
@@ -47,7 +50,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
     for status, text in (
         (400, "Bad request"),
         (401, "No key, or a wrong one"),
-        (403, "Needs the admin key"),
+        (403, "Needs a client key, or the admin key"),
         (404, "Not found"),
         (408, "The body stopped arriving"),
         (409, "Conflict"),
@@ -107,7 +110,7 @@ def build_api() -> FastAPI:
         redirect_slashes=False,  # the path has lost its identity, and a proxy may have another host
         default_response_class=_Json,
         responses=_ERRORS,
-        dependencies=[Depends(_no_other_parameters)],
+        dependencies=[Depends(_no_agent), Depends(_no_other_parameters)],
     )
     app.add_exception_handler(Refused, _refused)
     app.add_exception_handler(HTTPException, _http_exception)
@@ -234,6 +237,13 @@ def _fields_beside(request: Request, place: tuple[int | str, ...]) -> list[str]:
     given = request.scope["route"].dependant.body_params
     model = given[0].field_info.annotation if len(given) == 1 else None
     return names_at(model, place[1:]) if isinstance(model, type) and issubclass(model, BaseModel) else []
+
+
+async def _no_agent(request: Request, access: Annotated[Access, part(Access)]) -> None:
+    """Raises Refused (403) for an agent key, unless the route is for agents, or says itself that it needs more."""
+    route = request.scope["route"]
+    if _OF_AGENTS.isdisjoint(route.tags) and route.path not in PAGE_PATHS and NEED_ADMIN[0] not in route.dependencies:
+        access.beyond_turns(request.scope["headers"])
 
 
 async def _no_other_parameters(request: Request) -> None:

@@ -20,6 +20,7 @@ async function ask(path) {
   const said = await answer.json();
   if (answer.ok) return said;
   if (answer.status === 401) throw new Refused(key ? "The gateway does not know this key." : "");
+  if (answer.status === 403) throw new Refused(said.error.message); // a key of agents
   throw new Error(said.error?.message ?? `the gateway answered ${answer.status}`);
 }
 

@@ -1,4 +1,4 @@
-"""Who may do what: client keys to use the gateway, the admin key to change its fleet."""
+"""Who may do what: agent keys to ask for turns, client keys to use the gateway, the admin key to change its fleet."""
 
 import hmac
 from collections.abc import Iterable
@@ -14,17 +14,23 @@ class Access:
     """Checks keys. They are compared in constant time, and never logged.
 
     Args:
-        api_keys: of clients; without any, the client API is open.
+        api_keys: of clients; without any, nor any of agents, the client API is open.
+        agent_keys: of clients that may only ask for turns.
         admin_key: without it, everything that needs it is refused.
     """
 
-    def __init__(self, api_keys: Iterable[SecretStr], admin_key: SecretStr | None) -> None:
-        self._api_keys = [key.get_secret_value().encode() for key in api_keys]
+    def __init__(
+        self, api_keys: Iterable[SecretStr], agent_keys: Iterable[SecretStr], admin_key: SecretStr | None
+    ) -> None:
         self._admin_key = admin_key.get_secret_value().encode() if admin_key else None
+        clients, agents = _named("key", api_keys), _named("agent", agent_keys)
+        self._is_open, self._has_agents = not clients and not agents, bool(agents)
+        self._clients = clients if self._admin_key is None else [*clients, ("admin", self._admin_key)]
+        self._keys = [*self._clients, *agents]
 
     def client(self, headers: Iterable[tuple[bytes, bytes]]) -> str:
-        """The name of the client's key; "" if the gateway is open. Raises Refused (401)."""
-        if not self._api_keys:
+        """The name of the client's key, or of its agent's; "" if the gateway is open. Raises Refused (401)."""
+        if self._is_open:
             return ""
         has_key = False
         for name, value in headers:
@@ -32,14 +38,19 @@ class Access:
             if not given:
                 continue
             has_key = True
-            for number, key in enumerate(self._api_keys):
+            for known, key in self._keys:
                 if hmac.compare_digest(given, key):
-                    return f"key-{number}"
-            if self._admin_key is not None and hmac.compare_digest(given, self._admin_key):
-                return "admin"
+                    return known
         if has_key:
             raise unauthorised("The API key is not valid.")
         raise unauthorised("No API key: send 'Authorization: Bearer KEY' or 'x-api-key: KEY'.")
+
+    def beyond_turns(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        """Raises Refused (403) if what the client sent are only keys of agents."""
+        if self._has_agents and not any(
+            hmac.compare_digest(_key_in(name, value), key) for name, value in headers for _, key in self._clients
+        ):
+            raise forbidden("This needs a client key (api_keys) or the admin key; an agent key only asks for turns.")
 
     def admin(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
         """Raises Refused (401, 403) unless the admin key was sent."""
@@ -50,6 +61,10 @@ class Access:
             raise unauthorised("No admin key: send 'Authorization: Bearer ADMIN_KEY'.")
         if not any(hmac.compare_digest(key, self._admin_key) for key in keys):
             raise forbidden("This needs the admin key.")
+
+
+def _named(kind: str, keys: Iterable[SecretStr]) -> list[tuple[str, bytes]]:
+    return [(f"{kind}-{number}", key.get_secret_value().encode()) for number, key in enumerate(keys)]
 
 
 def _key_in(name: bytes, value: bytes) -> bytes:

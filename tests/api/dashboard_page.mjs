@@ -16,6 +16,8 @@ await until("the question for a key", () => !document.querySelector("#key").hidd
 seen.isHiddenWithoutKey = document.querySelector("main").hidden;
 enter("key", "no-such-key");
 await until("the refusal", () => words(document.querySelector("#status")).includes("does not know"));
+enter("key", "a-key-of-agents");
+await until("the refusal of an agent's", () => words(document.querySelector("#status")).includes("needs a client key"));
 enter("key", key);
 await until("the figures", () => document.querySelector("#key").hidden && rows("longest").length === 2);
 seen.status = words(document.querySelector("#status"));

@@ -29,10 +29,10 @@ async def read_by(script: str, *arguments: Path | str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("link", ["", "#50%"], ids=["", "with the link to a trajectory"])
 async def test_a_person_reads_the_dashboard(node_clients: Path, link: str) -> None:
-    """It asks for a key, refuses a wrong one, and shows turns, rollouts, engines and one trajectory; names of clients
-    are text, and so is an id in its address that nobody encoded.
+    """It asks for a key, refuses a wrong one and an agent's, and shows turns, rollouts, engines and one trajectory;
+    names of clients are text, and so is an id in its address that nobody encoded.
     """
-    async with running_site(toy(), api_keys=[KEY]) as site:
+    async with running_site(toy(), api_keys=[KEY], agent_keys=["a-key-of-agents"]) as site:
         site.client.headers["authorization"] = f"Bearer {KEY}"
         await site.client.post("/v1/trajectories", json={"id": "one", "expected_output_tokens": 999_704})
         for name in ("one", EVIL):

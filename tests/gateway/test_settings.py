@@ -30,6 +30,7 @@ OTHERS = {
     "log_level": "debug",
     "api_keys": ["one", "two"],
     "admin_key": "three",
+    "agent_keys": ["four", "five"],
     "default_slots": 64,
     "cors_origins": ["https://a.example", "http://b.example:3000"],
     "token_legs": "auto",
@@ -105,6 +106,13 @@ def test_a_setting_is_the_same_from_file_and_environment(
         ("admin_key = 5", r"setting admin_key: must be a string$"),
         ('admin_key = "k\\n"', r"setting admin_key: must be printable ASCII, without spaces or line ends around it$"),
         ('api_keys = ""', r"setting api_keys: must not be empty; leave it unset to let anybody use the gateway$"),
+        ('agent_keys = ""', r"setting agent_keys: must not be empty; leave it unset to have none$"),
+        (
+            'api_keys = ["secret-a"]\nagent_keys = ["b", "secret-a"]',
+            r"setting agent_keys: must not be keys of clients or the admin key too: agents would have their rights$",
+        ),
+        ('admin_key = "secret-a"\nagent_keys = ["secret-a"]', r"setting agent_keys: must not be keys of clients or "),
+        ('agent_keys = ["secret-a\\n"]', r"setting agent_keys.0: must be printable ASCII, without spaces or line ends"),
         ('api_keys = ["one", ""]', r"setting api_keys.1: must not be empty$"),
         (
             'engines = [{url = "http://a:1", api_key = "k\\r\\nx: y"}]',
@@ -126,7 +134,7 @@ def test_an_invalid_setting_is_refused_with_its_name(tmp_path: Path, toml: str, 
     assert "\n" not in str(refused.value) and "secret" not in str(refused.value)
 
 
-@pytest.mark.parametrize("setting", ["api_keys", "cors_origins"])
+@pytest.mark.parametrize("setting", ["api_keys", "agent_keys", "cors_origins"])
 def test_a_list_in_json_is_refused(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would be one key of that text, which nobody sends."""
     monkeypatch.setenv(f"HEDDLE_{setting.upper()}", '["secret-a", "secret-b"]')
@@ -135,10 +143,15 @@ def test_a_list_in_json_is_refused(setting: str, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("value", ["", " ", ",", " , "])
-def test_empty_client_keys_in_the_environment_stop_the_start(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("setting", "unset"), [("api_keys", "let anybody use the gateway"), ("agent_keys", "have none")]
+)
+def test_empty_keys_in_the_environment_stop_the_start(
+    setting: str, unset: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A compose file or a secret that was not filled in gives an empty variable; it used to open the gateway to all."""
-    monkeypatch.setenv("HEDDLE_API_KEYS", value)
-    with pytest.raises(ConfigError, match=r"^setting api_keys: must not be empty; leave it unset to let anybody use"):
+    monkeypatch.setenv(f"HEDDLE_{setting.upper()}", value)
+    with pytest.raises(ConfigError, match=rf"^setting {setting}: must not be empty; leave it unset to {unset}$"):
         load_settings()
 
 
