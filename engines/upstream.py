@@ -1,6 +1,7 @@
 """Requests to an engine: what a leg asks for, and how the client's body becomes the engine's."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
 
@@ -60,6 +61,11 @@ class Upstream:
     path: str
     headers: bytes
     body: Body
+
+
+def with_headers(upstream: Upstream, lines: bytes) -> Upstream:
+    """The request with these header lines too, if there are any."""
+    return replace(upstream, headers=upstream.headers + lines) if lines else upstream
 
 
 def with_fields(body: bytes, request: Mapping[str, Any], fields: Mapping[str, Any]) -> bytes:

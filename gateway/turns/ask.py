@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from engines.flags import flag_of
+from gateway.http.client import Headers
 from gateway.http.errors import Api
 from gateway.messages.transcripts import History
 from scheduling.values import value_class
@@ -22,6 +23,7 @@ class Ask:
         history: its conversation, if no id was sent: the trajectory is new, or was recognised by it; else None.
         is_retry: the client says so.
         retry_key: of all requests that the client means as one and the same; "" if it names none.
+        trace: the header lines that name the trace that it belongs to, which its legs are sent with.
     """
 
     api: Api
@@ -39,6 +41,7 @@ class Ask:
     history: History | None = None
     is_retry: bool = False
     retry_key: str = ""
+    trace: Headers = b""
 
     @property
     def wants_usage(self) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 
 from engines.http import CONNECTION_FAULTS, AnswerTooLarge, Response
 from engines.tokens import TokenLeg, TokenRoutes
+from engines.upstream import with_headers
 from gateway.clock import Clock
 from gateway.config import Settings
 from gateway.fleet.server import Member
@@ -134,6 +135,7 @@ class ChoiceLeg:
     async def _asked(self) -> Response:
         place = self._place
         http, asked = place.member.http, place.routes.generate(self._chain.rendered, self._leg())
+        asked = with_headers(asked, self._turn.ask.trace)
         if place.kept_legs is not None:
             return await place.kept_legs.ask(self._turn, self._choice, place.routes, place.member, asked)
         return await http.request("POST", asked.path, asked.body, asked.headers, place.settings.turn_timeout_s)

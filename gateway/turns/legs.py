@@ -13,7 +13,7 @@ from engines.http import (
     Response,
     ResponseTimeout,
 )
-from engines.upstream import VLLM_GENERATE, Leg, TooDeep, Upstream
+from engines.upstream import VLLM_GENERATE, Leg, TooDeep, Upstream, with_headers
 from gateway.clock import Clock
 from gateway.config import Settings
 from gateway.fleet.fleet import Fleet, UnknownEngine
@@ -203,7 +203,7 @@ class Legs:
     def _upstream(self, turn: Turn, dispatch: Dispatch, member: Member) -> Upstream:
         assert member.server.dialect is not None
         ask = turn.ask
-        return member.server.dialect.upstream(
+        upstream = member.server.dialect.upstream(
             Leg(
                 ask.path,
                 _request_id(turn),
@@ -216,6 +216,7 @@ class Legs:
                 member.rank,
             )
         )
+        return with_headers(upstream, ask.trace)
 
     def _tell_about(self, turn: Turn, dispatch: Dispatch) -> None:
         turn.outlet.about(dispatch.engine_id, (turn.first_dispatch_at or turn.arrived_at) - turn.arrived_at)

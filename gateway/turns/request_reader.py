@@ -27,6 +27,7 @@ from gateway.http.refusals import (
     unknown_model,
     unreadable,
 )
+from gateway.http.trace_context import trace_of
 from gateway.messages.beginnings import Beginnings
 from gateway.messages.conversations import Conversations
 from gateway.messages.histories import Histories
@@ -150,6 +151,7 @@ class RequestReader:
             history,
             is_retry,
             retry_key,
+            trace_of(headers),
         )
 
     def _fits(self, model: str, identity: Identity, trajectory_id: str) -> bool:

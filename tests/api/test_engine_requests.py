@@ -1,4 +1,4 @@
-"""What an engine receives for a request: its body, the scheduler's priority, and none of the client's headers."""
+"""What an engine receives for a request: its body, the scheduler's priority, and no client header but its trace."""
 
 import asyncio
 from typing import Any
@@ -7,8 +7,9 @@ import httpx
 import pytest
 
 from gateway.config import EngineSettings
-from tests.api.conftest import HELLO, MODEL, running_site, toy
-from tests.support.engine import recorded_engine
+from gateway.turns.turns import TURN_ROUTES
+from tests.api.conftest import HELLO, MODEL, Wire, running_site, toy
+from tests.support.engine import Asked, Script, recorded_engine
 from tests.support.gateway import eventually, running_gateway
 
 CHAT = "/v1/chat/completions"
@@ -41,6 +42,63 @@ async def test_no_header_of_the_client_reaches_the_engine(dialect: Any, path: st
         assert set(request.headers) - ours == {"host", "content-type", "content-length"}
         assert "secret" not in str(request)
         assert request.headers.get("x-vllm-priority") != "-999"
+
+
+TRACE = {"traceparent": "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01", "tracestate": "a=1,b@c=x y"}
+
+
+def traces(asked: list[Asked]) -> list[dict[str, str]]:
+    """The trace headers of each leg."""
+    return [{name: value for name, value in one.headers.items() if name in TRACE} for one in asked]
+
+
+@pytest.mark.parametrize("dialect", ["vllm", "sglang"])
+async def test_an_engine_is_told_the_trace_of_each_leg(dialect: Any, token_legs: str) -> None:
+    """On every API, streamed or not, below ASGI or through it; a turn without a trace gets none."""
+    async with running_site(toy(dialect), cors_origins=("*",)) as site:
+        body = {"model": MODEL, "messages": HELLO, "prompt": "a", "input": "a", "max_tokens": 4}
+        for api in APIS:
+            for more in ({}, {"origin": "https://page.example"}):
+                for stream in (False, True):
+                    answer = await site.client.post(f"/v1/{api}", json={**body, "stream": stream}, headers=TRACE | more)
+                    assert answer.status_code == 200, answer.text
+        assert (await site.chat()).status_code == 200
+        told = traces([asked for asked in site.engine.turns if asked.path in TURN_ROUTES])
+    assert told == [TRACE] * 16 + [{}]
+
+
+async def test_a_later_leg_has_the_trace_too(wire: Wire) -> None:
+    """A turn's legs are parts of one trace."""
+    async with running_site(retry_pause_s=0) as site:
+
+        async def fail(_: Asked, write: Any) -> None:
+            del site.engine.scripts[wire.path]
+            await write(b"{}")
+
+        site.engine.scripts[wire.path] = Script(fail, 500)
+        assert (await site.chat(headers=TRACE)).status_code == 200
+        assert traces([asked for asked in site.engine.turns if asked.path == wire.path]) == [TRACE, TRACE]
+
+
+@pytest.mark.parametrize(
+    ("parent", "state", "told"),
+    [
+        ("00-4BF92F3577B34DA6A3CE929D0E0E4736-00f067aa0ba902b7-01", "a=1", {}),
+        ("ff" + TRACE["traceparent"][2:], "a=1", {}),
+        ("00-" + "0" * 32 + "-00f067aa0ba902b7-01", "a=1", {}),
+        (TRACE["traceparent"] + "-x", "a=1", {}),
+        ("", "a=1", {}),
+        (TRACE["traceparent"], "a=" + "1" * 511, {"traceparent": TRACE["traceparent"]}),
+        (TRACE["traceparent"], "a=\u00e9", {"traceparent": TRACE["traceparent"]}),
+        (TRACE["traceparent"], "", {"traceparent": TRACE["traceparent"]}),
+    ],
+)
+async def test_a_malformed_trace_is_not_passed_on(parent: str, state: str, told: dict[str, str]) -> None:
+    """The turn is served without it: a trace is never a reason to refuse."""
+    async with running_site() as site:
+        headers = [(b"traceparent", parent.encode()), (b"tracestate", state.encode("latin-1"))]
+        assert (await site.chat(headers=headers)).status_code == 200
+        assert traces(site.engine.turns) == [told]
 
 
 async def test_an_engine_gets_its_own_key() -> None:
