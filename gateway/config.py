@@ -235,7 +235,11 @@ class Settings(BaseSettings):
         "engine's steps and back. Not if `slots` is below what the engine runs.",
     )
     trajectory_ttl_s: float = Field(3_600.0, gt=0, description="A trajectory that is idle this long has ended.")
-    retention_s: float = Field(3_600.0, gt=0, description="How long an ended trajectory can still be read.")
+    retention_s: float = Field(
+        3_600.0,
+        gt=0,
+        description="How long an ended trajectory can still be read, from the end of its rollout if it has one.",
+    )
     max_trajectories: int = Field(
         200_000, ge=1, description="Trajectories in memory: some 8 KB each, and 1 KB per turn."
     )
@@ -260,7 +264,8 @@ class Settings(BaseSettings):
     max_token_age_s: float = Field(
         14_400.0,
         gt=0,
-        description="Tokens are dropped this long after a trajectory's last turn; no trainer reads them later.",
+        description="Tokens are dropped this long after a trajectory's last turn; no trainer reads them later. An "
+        "ended trajectory is forgotten then even if its rollout goes on.",
     )
     kv_watermark: float = Field(
         0.9, gt=0, le=1, description="Share of an engine's KV up to which trajectories may enter."

@@ -64,7 +64,7 @@ class _Found:
 
     def add_forgotten(self, before: Mapping[str | None, _Ended]) -> None:
         """Count what an earlier pass found finished and is forgotten by now, as long as anything of its rollout is
-        here: a rollout may take longer than `retention_s`.
+        here: a rollout may take longer than `max_token_age_s`.
         """
         for rollout_id in before.keys() & (self.going_on | self.finished.keys()):
             there = self.finished[rollout_id]

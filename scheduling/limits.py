@@ -43,7 +43,11 @@ class Limits:
             (docs/studies.md); this one is for profiles that are wrong. 0: never.
         sends_ahead: legs are sent before a slot is free for them, where a request takes time to arrive (transit.py).
         trajectory_ttl_s: an idle trajectory is over after this long, for agents that never call finish.
-        retention_s: how long an ended trajectory can still be read: a trainer reads a rollout when it is over.
+        retention_s: how long ended trajectories can still be read after the last one of their rollout has ended: a
+            trainer reads a rollout when it is over, and needs all of it. Without a rollout, after its own end.
+        max_token_age_s: how long an ended trajectory is kept at most, unless `retention_s` is longer. A rollout goes on
+            for ever if a client names the same one all the time. The gateway drops tokens at the same age, and no
+            trainer has a use for a trajectory without its tokens.
         max_trajectories: trajectories kept in memory; the longest ended go first, then the longest idle. Thirty
             rollouts of 6,400.
     """
@@ -64,6 +68,7 @@ class Limits:
     sends_ahead: bool = True
     trajectory_ttl_s: float = 3_600.0
     retention_s: float = 3_600.0
+    max_token_age_s: float = 14_400.0
     max_trajectories: int = 200_000
 
     @property

@@ -143,6 +143,15 @@ class Scheduler:
         """Number of turns in the queues."""
         return self._queues.num_waiting
 
+    @property
+    def num_forgotten_early(self) -> int:
+        """Number of trajectories that were forgotten before their rollout was over for `retention_s`."""
+        return self._idle.num_forgotten_early
+
+    def num_forgotten(self, rollout_id: str) -> int:
+        """Number of a rollout's trajectories that were forgotten; 0 again when it has no other ones."""
+        return self._idle.num_forgotten(rollout_id)
+
     def next_wakeup(self) -> float | None:
         """When the next Tick is due; None while there is nothing to wait for."""
         if self._queues.num_waiting or self._dispatcher.checks_on_a_timer:
@@ -180,10 +189,12 @@ class Scheduler:
         self._idle.remove(trajectory)
         if trajectory.num_turns and not trajectory.turns and trajectory.state is ACTIVE:
             self._tool_calls.note(self._at - trajectory.last_at)
-        joins_rollout = trajectory.rollout_id is None and event.rollout_id is not None
         trajectory.group_id = trajectory.group_id or event.group_id
-        trajectory.rollout_id = trajectory.rollout_id or event.rollout_id
-        if trajectory.state is FINISHED or joins_rollout:
+        is_saved = trajectory.state is FINISHED
+        if trajectory.rollout_id is None and event.rollout_id is not None:
+            self._idle.join(trajectory, event.rollout_id)
+            is_saved = True
+        if is_saved:
             trajectory.state = ACTIVE
             actions.append(Save(trajectory.record()))
         trajectory.prediction = event.prediction
@@ -436,13 +447,13 @@ class Scheduler:
     def _add_trajectory(self, trajectory: Trajectory) -> None:
         self._num_trajectories += 1
         self.trajectories[trajectory.trajectory_id] = trajectory
-        self._idle.add(trajectory)
+        self._idle.begin(trajectory)
         self._dispatcher.note(trajectory)
 
     # --- expiry ---------------------------------------------------------------------------------------------
 
     def _expire(self, actions: list[Action]) -> None:
-        """Finish active trajectories that were idle for too long; forget ended ones after their retention."""
+        """Finish active trajectories that were idle for too long; forget ended ones after their rollout's retention."""
         for trajectory in self._idle.to_finish(self._at, self.limits):
             self._trajectory_closed(TrajectoryClosed(self._at, trajectory.trajectory_id), actions)
         for trajectory in self._idle.to_forget(self._at, self.limits):
@@ -458,7 +469,7 @@ class Scheduler:
             self._forget(trajectory, actions)
 
     def _forget(self, trajectory: Trajectory, actions: list[Action]) -> None:
-        self._idle.remove(trajectory)
+        self._idle.forget(trajectory, self._at, self.limits)
         self._dispatcher.leave_home(trajectory, actions)
         del self.trajectories[trajectory.trajectory_id]
         actions.append(Forget(trajectory.trajectory_id))

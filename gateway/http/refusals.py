@@ -126,12 +126,12 @@ def bad_model(served: Iterable[str]) -> Refused:
 
 def unknown_trajectory(trajectory_id: str) -> Refused:
     """404."""
-    return not_found(f"No trajectory {trajectory_id[:256]!r}: it was never seen, or ended retention_s ago.")
+    return not_found(f"No trajectory {trajectory_id[:256]!r}: it was never seen, or ended and was forgotten.")
 
 
 def unknown_rollout(rollout_id: str) -> Refused:
     """404."""
-    return not_found(f"No rollout {rollout_id[:256]!r}: it was never seen, or ended retention_s ago.")
+    return not_found(f"No rollout {rollout_id[:256]!r}: it was never seen, or ended and was forgotten.")
 
 
 def method_not_allowed(method: str, path: str, allowed: str) -> Refused:

@@ -66,6 +66,25 @@ async def fill(
     await store.close()
 
 
+async def fill_past(store_url: str, ended: list[tuple[str, str | None, float]], active: list[str]) -> None:
+    """Store trajectories of one turn: some with their rollout, which ended so many seconds ago, and active ones of the
+    rollout `r`. One named `aborted` is."""
+    store = open_store(store_url, StoreSettings())
+    await store.open()
+    ledger, now = Ledger(store, 100), started_clock()()
+    book = TokenBook(store, ledger, started_clock(), LIMITS)
+    for name, rollout, ago_s in [*ended, *((name, "r", 0.0) for name in active)]:
+        at = now - ago_s
+        ended_as = TrajectoryState.ABORTED if name == "aborted" else TrajectoryState.FINISHED
+        state = TrajectoryState.ACTIVE if name in active else ended_as
+        ledger.save(TrajectoryRecord(name, "g", rollout, state, None, 9, 5, 1, 9.0, at, at))
+        for turn in conversation(TURNS[:1], name):
+            book.add(turn)
+            ledger.add_turn(name, row(turn.turn_id, "kept"))
+    assert await store.settle(60)
+    await store.close()
+
+
 def row(turn_id: str, tokens: str) -> dict[str, Any]:
     """A turn in the history."""
     return {"turn_id": turn_id, "model": "policy", "outcome": "finished", "tokens": tokens}
@@ -315,6 +334,26 @@ async def test_tokens_are_forgotten_with_their_trajectory(store_url: str) -> Non
     await store.open()
     assert await store.piece_sizes() == {}
     await store.close()
+
+
+async def test_a_rollout_that_outlasts_the_retention_is_exported_whole(store_url: str) -> None:
+    """Its first trajectory ended two hours ago, its last one just now. It was forgotten an hour after its own end, so
+    exports had the long trajectories only, and nothing told."""
+    await fill_past(store_url, [("short", "r", 7_200.0), ("aborted", "r", 7_000.0), ("alone", None, 7_200.0)], ["long"])
+    async with running_site(store=store_url, observe_interval_s=0.05) as site:
+        await eventually(lambda: is_unknown(site, "alone"))
+        (await site.client.post("/v1/trajectories/long/finish")).raise_for_status()
+        exported = await site.client.post("/v1/rollouts/r/export")
+        records = [orjson.loads(line) for line in exported.text.splitlines()]
+        assert [(one["trajectory_id"], len(one["token_ids"]), one["missing"]) for one in records] == [
+            ("aborted", 5, []),
+            ("long", 5, []),
+            ("short", 5, []),
+        ]
+
+
+async def is_unknown(site: Site, trajectory_id: str) -> bool:
+    return (await site.client.get(f"/v1/trajectories/{trajectory_id}")).status_code == 404
 
 
 async def test_tokens_beyond_the_limit_are_reported_as_dropped(store_url: str) -> None:

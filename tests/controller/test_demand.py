@@ -180,12 +180,12 @@ async def test_the_first_prompt_is_that_of_the_first_turn_that_finished(
 
 
 async def test_a_rollout_that_outlasts_its_first_trajectories_is_reported_whole(source: Source) -> None:
-    """They have ended and were forgotten (`retention_s`, an hour) when the last ones end. Plans for the next rollout
-    counted only the last ones, which are long."""
+    """They have ended and were forgotten (`max_token_age_s`, four hours) when the last ones end. Plans for the next
+    rollout counted only the last ones, which are long."""
     labels = {"X-Rollout-Id": "r"}
     async with (
         recorded_engine(ENGINE) as engine,
-        source.gateway(engine.url, retention_s=2.0) as gateway,
+        source.gateway(engine.url, retention_s=2.0, max_token_age_s=2.0) as gateway,
         source.demand(gateway.url) as demand,
         httpx.AsyncClient(base_url=gateway.url, timeout=60.0, headers=labels) as client,
     ):

@@ -138,8 +138,8 @@ class Fleet:
     def pause(self, turn_id: str, leg: int = 1, output: int = 10) -> list[Action]:
         return self.handle(TurnPaused(self.at, turn_id, leg, output))
 
-    def declare(self, trajectory_id: str, predicted: float = 1000.0) -> list[Action]:
-        return self.handle(TrajectoryDeclared(self.at, trajectory_id, Prediction(predicted, predicted), "g", "r"))
+    def declare(self, trajectory_id: str, predicted: float = 1000.0, rollout: str | None = "r") -> list[Action]:
+        return self.handle(TrajectoryDeclared(self.at, trajectory_id, Prediction(predicted, predicted), "g", rollout))
 
     def close(self, trajectory_id: str, abort: bool = False) -> list[Action]:
         return self.handle(TrajectoryClosed(self.at, trajectory_id, abort))

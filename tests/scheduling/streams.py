@@ -37,6 +37,7 @@ class Stream:
         self.engines = engines
         self.num_trajectories = num_trajectories
         self.prompt_parts = random.Random(seed)
+        self.rollouts = random.Random(seed)
         self.at = 0.0
         self.running: dict[str, int] = {}
         self.waiting: dict[str, int] = {}
@@ -90,6 +91,7 @@ class Stream:
             model,
             prompt,
             Prediction(total, total),
+            rollout_id=self._rollout_id(),
             priority=priority,
             prompt_parts=self.prompt_parts.choice([(), (("p", 30),), (("p", 30), ("pa", 10)), (("q", 0), ("qa", 50))]),
         )
@@ -121,7 +123,8 @@ class Stream:
         return TrajectoryClosed(self.at, self._trajectory_id(), self.dice.random() < 0.4)
 
     def _declared(self) -> Event:
-        return TrajectoryDeclared(self.at, self._trajectory_id(), Prediction(9.0, 9.0))
+        prediction = Prediction(9.0, 9.0)
+        return TrajectoryDeclared(self.at, self._trajectory_id(), prediction, rollout_id=self._rollout_id())
 
     def _reported(self) -> Event:
         dice = self.dice
@@ -135,6 +138,9 @@ class Stream:
 
     def _ticked(self) -> Event:
         return Tick(self.at)
+
+    def _rollout_id(self) -> str | None:
+        return self.rollouts.choice([None, "r", "s"])
 
     def _trajectory_id(self) -> str:
         return f"t{self.dice.randrange(self.num_trajectories)}"

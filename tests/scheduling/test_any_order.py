@@ -27,7 +27,7 @@ from scheduling.limits import Limits
 from scheduling.policy import HEDDLE, POLICIES, Policy
 from scheduling.residency import HELD, claims_giving_way
 from scheduling.scheduler import Scheduler
-from scheduling.state import Turn
+from scheduling.state import Trajectory, Turn
 from scheduling.types import (
     Abort,
     Action,
@@ -71,6 +71,7 @@ LIMITS = Limits(
     preempt_after_s=1.0,
     trajectory_ttl_s=20.0,
     retention_s=10.0,
+    max_token_age_s=30.0,
     max_trajectories=5,
 )
 EAGER = replace(load_profile("toy-cpu-tp1"), prefill_step_ms=900.0)
@@ -83,6 +84,7 @@ TRAJECTORIES = ["t0", "t1", "t2", "t3", "t4", "t5", "t6"]
 MODELS = ["x", "y"]
 
 trajectory_ids = st.sampled_from(TRAJECTORIES)
+rollout_ids = st.sampled_from([None, "r", "s"])
 predictions = st.sampled_from([1.0, 300.0, 5_000.0, 90_000.0]).map(lambda total: Prediction(total, total))
 
 
@@ -106,13 +108,18 @@ class AnyOrder(RuleBasedStateMachine):
         self.trajectory_of: dict[str, str] = {}
         self.model_of: dict[str, str] = {}
         self.saved_homes: dict[str, str | None] = {}
+        self.num_early = 0
         self.scheduler = Scheduler(self.policy, LIMITS, can_preempt=True)
 
-    @initialize(homes=st.lists(st.sampled_from([*ENGINES, None]), max_size=3))
-    def restart(self, homes: list[str | None]) -> None:
+    @initialize(
+        homes=st.lists(st.sampled_from([*ENGINES, None]), max_size=3),
+        rollouts=st.lists(rollout_ids, min_size=3, max_size=3),
+        states=st.lists(st.sampled_from(TrajectoryState), min_size=3, max_size=3),
+    )
+    def restart(self, homes: list[str | None], rollouts: list[str | None], states: list[TrajectoryState]) -> None:
         """An earlier process may have left records, in any order."""
         records = [
-            TrajectoryRecord(f"t{i}", "", None, TrajectoryState.ACTIVE, home, 30, 10, 1, 500.0, 0.0, float(-i))
+            TrajectoryRecord(f"t{i}", "", rollouts[i], states[i], home, 30, 10, 1, 500.0, 0.0, float(-i))
             for i, home in enumerate(homes)
         ]
         self.saved_homes = {record.trajectory_id: record.home for record in records}
@@ -127,6 +134,7 @@ class AnyOrder(RuleBasedStateMachine):
         prediction=predictions,
         priority=st.sampled_from([0, 0, 0, -1, 1]),
         group_id=st.sampled_from(["", "", "g", "h"]),
+        rollout_id=rollout_ids,
         parts=st.sampled_from(
             [(), (("p", 5),), (("p", 20), ("pg", 10)), (("q", 100),), (("p", 10), ("pg", 5), ("pgh", 90))]
         ),
@@ -139,6 +147,7 @@ class AnyOrder(RuleBasedStateMachine):
         prediction: Prediction,
         priority: int,
         group_id: str,
+        rollout_id: str | None,
         parts: tuple[tuple[str, int], ...],
     ) -> None:
         turn_id = f"turn{self.num_turns}"
@@ -147,7 +156,9 @@ class AnyOrder(RuleBasedStateMachine):
         self.trajectory_of[turn_id] = trajectory_id
         self.model_of[turn_id] = model
         self.handle(
-            TurnArrived(self.at, turn_id, trajectory_id, model, prompt, prediction, group_id, None, priority, parts)
+            TurnArrived(
+                self.at, turn_id, trajectory_id, model, prompt, prediction, group_id, rollout_id, priority, parts
+            )
         )
 
     @precondition(lambda self: self.waiting or self.running)
@@ -213,9 +224,9 @@ class AnyOrder(RuleBasedStateMachine):
         ):
             assert self.scheduler.handle(event) == []
 
-    @rule(trajectory_id=trajectory_ids, prediction=predictions)
-    def declare(self, trajectory_id: str, prediction: Prediction) -> None:
-        self.handle(TrajectoryDeclared(self.at, trajectory_id, prediction))
+    @rule(trajectory_id=trajectory_ids, prediction=predictions, rollout_id=rollout_ids)
+    def declare(self, trajectory_id: str, prediction: Prediction, rollout_id: str | None) -> None:
+        self.handle(TrajectoryDeclared(self.at, trajectory_id, prediction, rollout_id=rollout_id))
 
     @rule(trajectory_id=trajectory_ids, abort=st.booleans())
     def close(self, trajectory_id: str, abort: bool) -> None:
@@ -315,7 +326,11 @@ class AnyOrder(RuleBasedStateMachine):
 
     def handle(self, event: Event) -> list[Action]:
         residents = {name: set(engine.claims) for name, engine in self.scheduler.engines.items()}
+        over, due = self.to_be_forgotten()
         actions = self.scheduler.handle(event)
+        self.check_forgotten(
+            event, over, due, {action.trajectory_id for action in actions if isinstance(action, Forget)}
+        )
         entered: set[str] = set()
         for action in actions:
             match action:
@@ -344,6 +359,28 @@ class AnyOrder(RuleBasedStateMachine):
         for engine_id in entered:
             self.check_watermark(engine_id)
         return actions
+
+    def to_be_forgotten(self) -> tuple[set[str], set[str]]:
+        """Trajectories whose rollout has been over for its retention; those, and others that are too old."""
+        rollouts: dict[tuple[str | None, str], list[Trajectory]] = {}
+        for one in self.scheduler.trajectories.values():
+            rollouts.setdefault((one.rollout_id, one.trajectory_id if one.rollout_id is None else ""), []).append(one)
+        over, old = set(), set()
+        for members in rollouts.values():
+            ended = [one for one in members if one.state is not TrajectoryState.ACTIVE and not one.turns]
+            if len(ended) == len(members) and max(one.last_at for one in ended) <= self.at - LIMITS.retention_s:
+                over |= {one.trajectory_id for one in ended}
+            old |= {one.trajectory_id for one in ended if one.last_at <= self.at - LIMITS.max_token_age_s}
+        return over, over | old
+
+    def check_forgotten(self, event: Event, over: set[str], due: set[str], forgotten: set[str]) -> None:
+        """At a tick, what is due is forgotten. Everything else goes only for room, while there are too many."""
+        if isinstance(event, Tick):
+            assert due <= forgotten
+        if not forgotten <= due:
+            assert len(self.scheduler.trajectories) == LIMITS.max_trajectories
+        self.num_early += len(forgotten - over)
+        assert self.scheduler.num_forgotten_early == self.num_early
 
     def take(self, dispatch: Dispatch) -> None:
         """Check that the turn was waiting, has its next leg, goes to an engine that accepts, and has its home saved."""

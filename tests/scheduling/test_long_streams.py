@@ -17,6 +17,7 @@ LIMITS = Limits(
     preempt_after_s=1,
     trajectory_ttl_s=20,
     retention_s=10,
+    max_token_age_s=30,
     max_trajectories=12,
 )
 NUM_EVENTS = 400

@@ -147,10 +147,10 @@ def test_an_idle_trajectory_is_finished_and_later_forgotten() -> None:
 def test_the_next_tick_is_due_at_the_earliest_deadline(ttl_s: float, due_at: float) -> None:
     """The expiry of an active trajectory, idle since 3, or the retention of one that ended at 0."""
     fleet = Fleet(limits=Limits(trajectory_ttl_s=ttl_s, retention_s=20))
-    fleet.declare("ended")
+    fleet.declare("ended", rollout="r")
     fleet.close("ended")
     fleet.at = 3.0
-    fleet.declare("active")
+    fleet.declare("active", rollout="s")
     assert fleet.scheduler.next_wakeup() == due_at
 
 
