@@ -15,7 +15,15 @@ from gateway.http.client import Receive, Send
 from gateway.http.exchange import Exchange
 
 _METHODS = ("GET", "POST", "DELETE")
-_SHOWN = ("x-request-id", "x-trajectory-id", "x-heddle-engine", "x-heddle-queued-ms", "retry-after", "x-should-retry")
+_SHOWN = (
+    "x-request-id",
+    "x-trajectory-id",
+    "x-heddle-engine",
+    "x-heddle-queued-ms",
+    "x-heddle-num-forgotten",
+    "retry-after",
+    "x-should-retry",
+)
 
 
 class CrossOrigin:

@@ -14,6 +14,7 @@ from gateway.fleet.fleet import Fleet
 from gateway.fleet.server import EngineState
 from gateway.http.errors import Api
 from gateway.state.ledger import Ledger
+from gateway.tokens.book import TokenBook
 from gateway.workers.pool import WorkerPool
 from predictor.background import BackgroundCounts
 from scheduling.scheduler import Scheduler
@@ -106,10 +107,17 @@ class Metrics:
         ledger: Ledger,
         store: Store,
         worker_pool: WorkerPool,
+        book: TokenBook,
         texts: BackgroundCounts | None,
     ) -> None:
         """Also show the state of these; `texts` is None if no text predictor runs."""
         self.registry.register(_State(scheduler, fleet, ledger, store, worker_pool))
+        dropped = _Counts(
+            "heddle_dropped_trajectories",
+            "Trajectories of which something was dropped before its time: their tokens, or all.",
+            ("part",),
+        )
+        self.registry.register(_Dropped(dropped, scheduler, book))
         if texts is not None:
             shown = _Counts(
                 "heddle_text_predictions",
@@ -217,6 +225,19 @@ class _State(Collector):
             used.add_metric(name, member.observation.kv_used_share if member.observation else 0.0)
             transit.add_metric(name, engine.transit.leg_s if engine is not None else 0.0)
         return [up, legs, claimed, used, transit]
+
+
+class _Dropped(Collector):
+    """What scheduler and token book dropped, which count it themselves."""
+
+    def __init__(self, shown: _Counts, scheduler: Scheduler, book: TokenBook) -> None:
+        self._shown, self._scheduler, self._book = shown, scheduler, book
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        """Its current values."""
+        self._shown.counts["tokens",] = self._book.num_dropped
+        self._shown.counts["all",] = self._scheduler.num_forgotten_early
+        return self._shown.collect()
 
 
 class _TextPredictions(Collector):

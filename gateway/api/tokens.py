@@ -20,6 +20,7 @@ from gateway.tokens.book import TokenBook
 from gateway.tokens.branches import tree
 from gateway.tokens.export import jsonl, parquet
 from gateway.tokens.parquet import ParquetFile
+from scheduling.scheduler import Scheduler
 from scheduling.types import TrajectoryState
 from store.port import Store, StoreError
 
@@ -41,8 +42,17 @@ class Reward(BaseModel):
 class Tokens:
     """What the routes read and do."""
 
-    def __init__(self, settings: Settings, ledger: Ledger, store: Store, book: TokenBook, passes: Passes) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        scheduler: Scheduler,
+        ledger: Ledger,
+        store: Store,
+        book: TokenBook,
+        passes: Passes,
+    ) -> None:
         self._settings = settings
+        self._scheduler = scheduler
         self._ledger = ledger
         self._store = store
         self._book = book
@@ -81,6 +91,10 @@ class Tokens:
                 "The gateway needs pyarrow to write Parquet: pip install pyarrow. JSONL works without it."
             ) from None
 
+    def num_forgotten(self, rollout_id: str) -> int:
+        """How many of a rollout's trajectories no export has any more."""
+        return self._scheduler.num_forgotten(rollout_id)
+
 
 _Here = Annotated[Tokens, part(Tokens)]
 
@@ -114,14 +128,18 @@ def add_tokens(app: FastAPI) -> None:
         form: Annotated[Literal["jsonl", "parquet"] | None, Query(alias="format")] = None,
         state: TrajectoryState | None = None,
     ) -> StreamingResponse:
-        """The tokens of a rollout's trajectories, one record for each branch, as JSON lines or Parquet."""
+        """The tokens of a rollout's trajectories, one record for each branch, as JSON lines or Parquet.
+
+        `x-heddle-num-forgotten` tells how many trajectories of the rollout were forgotten, and are not in it.
+        """
         as_parquet = form == "parquet" if form else "parquet" in accept
         parts = await tokens.export(rollout_id, state, as_parquet)
         try:  # while the status can still report that the store is away
             first = await anext(parts, b"")
         except StoreError as error:
             raise store_away(str(error)) from error
-        return StreamingResponse(_with(first, parts), media_type=PARQUET if as_parquet else JSONL)
+        told = {"x-heddle-num-forgotten": str(tokens.num_forgotten(rollout_id))}
+        return StreamingResponse(_with(first, parts), headers=told, media_type=PARQUET if as_parquet else JSONL)
 
 
 async def _with(first: bytes, parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

@@ -178,6 +178,7 @@ class Trajectories:
             "id": rollout_id,
             "object": "rollout",
             "num_trajectories": {state.value: states[state] for state in TrajectoryState},
+            "num_forgotten": self._driver.scheduler.num_forgotten(rollout_id),
             "num_turns": sum(record.num_turns for record in records),
             "output_tokens": sum(record.output_tokens for record in records),
             "began_at": began_at,

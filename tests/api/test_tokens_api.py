@@ -350,6 +350,27 @@ async def test_a_rollout_that_outlasts_the_retention_is_exported_whole(store_url
             ("long", 5, []),
             ("short", 5, []),
         ]
+        assert exported.headers["x-heddle-num-forgotten"] == "0"
+        assert (await site.client.get("/v1/rollouts/r")).json()["num_forgotten"] == 0
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+async def test_what_a_rollout_has_lost_is_told(store_url: str, form: str) -> None:
+    """A rollout that goes on for longer than `max_token_age_s` loses its first trajectories. The rollout, its export
+    and a metric tell how many."""
+    await fill_past(
+        store_url, [("first", "r", 20_000.0), ("second", "r", 15_000.0), ("third", "r", 14_000.0)], ["long"]
+    )
+    async with running_site(store=store_url, observe_interval_s=0.05) as site:
+        await eventually(lambda: is_unknown(site, "second"))
+        shown = (await site.client.get("/v1/rollouts/r")).json()
+        assert shown["num_forgotten"] == 2
+        assert shown["num_trajectories"] == {"active": 1, "finished": 1, "aborted": 0}
+        exported = await site.client.post(f"/v1/rollouts/r/export?format={form}")
+        assert exported.headers["x-heddle-num-forgotten"] == "2"
+        page = (await site.client.get("/metrics")).text
+        assert 'heddle_dropped_trajectories_total{part="all"} 2.0' in page
+        assert 'heddle_dropped_trajectories_total{part="tokens"} 2.0' in page
 
 
 async def is_unknown(site: Site, trajectory_id: str) -> bool:
