@@ -164,7 +164,7 @@ async def _serving(
     await fleet.start()
     watches = (
         memory.keep_predictor(),
-        memory.watch_store(),
+        memory.watch_store(running.refuse_waiting),
         repeats.keep_in_bounds(),
         engines.keep_draining(),
         overview.keep_samples(),
@@ -173,7 +173,7 @@ async def _serving(
     if stream is not None:
         tasks.append(asyncio.create_task(publish_demand(demand, stream, store.health, settings.demand_interval_s)))
     try:
-        yield Front(settings, access, turns, passthrough, api, metrics, log, event_log.end_watches)
+        yield Front(settings, access, turns, passthrough, api, metrics, log, store, event_log.end_watches)
     finally:
         for task in tasks:
             task.cancel()

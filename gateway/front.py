@@ -19,6 +19,7 @@ from gateway.http.outlet import Outlet
 from gateway.http.refusals import (
     Refused,
     bad_request,
+    fenced,
     headers_too_large,
     internal_error,
     method_not_allowed,
@@ -29,19 +30,21 @@ from gateway.metrics import Metrics
 from gateway.passthrough import PASSTHROUGH_ROUTES, Passthrough
 from gateway.turnlog import TurnLog
 from gateway.turns.turns import TURN_ROUTES, Turns
-from store import StoreError
+from store import Store, StoreError
 
 App = Callable[[dict[str, Any], Receive, Send], Awaitable[None]]
 # Health and metrics are for load balancers and scrapers, which have no keys; docs and pages contain no secrets.
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/health", "/metrics", "/docs", "/openapi.json"}) | PAGE_PATHS
 
 _ENDLESS_PATH = "/v1/events"
+_READS = ("GET", "HEAD")
 
 
 class Front:
     """Checks who asks, and sends each request to the part that serves it.
 
     Args:
+        store: once another gateway has taken it over, only reads are served.
         end_watches: ends the answers that have no end of their own, before a shutdown.
     """
 
@@ -54,6 +57,7 @@ class Front:
         api: App,
         metrics: Metrics,
         log: TurnLog,
+        store: Store,
         end_watches: Callable[[], None],
     ) -> None:
         self._settings = settings
@@ -65,6 +69,7 @@ class Front:
         self._api = api
         self._metrics = metrics
         self._log = log
+        self._store = store
         self._end_watches = end_watches
         self._watching: set[Client] = set()
 
@@ -107,6 +112,8 @@ class Front:
         if self._is_head_too_large(scope):
             raise headers_too_large(self._settings.max_header_bytes)
         key = "" if path in OPEN_PATHS else self._access.client(scope["headers"])
+        if self._store.is_fenced and scope["method"] not in _READS:
+            raise fenced()
         if path in TURN_ROUTES or path in PASSTHROUGH_ROUTES:
             if scope["method"] != "POST":
                 raise method_not_allowed(scope["method"], path, "POST")
@@ -135,7 +142,7 @@ class Front:
         """Serve a turn request that is complete, without a task; False, with nothing done, for any other."""
         scope = exchange.scope
         path: str = scope["path"]
-        if scope["method"] != "POST":
+        if scope["method"] != "POST" or self._store.is_fenced:
             return False
         try:
             if path not in TURN_ROUTES:

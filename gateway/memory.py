@@ -87,12 +87,21 @@ class Memory:
             await asyncio.sleep(_PREDICTOR_SAVE_S)
             learned = self.save_predictor(learned)
 
-    async def watch_store(self) -> None:
+    async def watch_store(self, on_fenced: Callable[[], None]) -> None:
         """Log when puts stop reaching the store, when they reach it again, and that it lost something; count then what
-        it still has. Until cancelled."""
-        was_ok, num_losses, num_counted = True, 0, 0
+        it still has. Until cancelled.
+
+        Args:
+            on_fenced: called again and again once another gateway has taken over the store.
+        """
+        was_ok, was_fenced, num_losses, num_counted = True, False, 0, 0
         while True:
             health = self.store.health()
+            if self.store.is_fenced:
+                if not was_fenced:
+                    LOGGER.error("fenced", extra={"fields": {"detail": health.detail}})
+                was_ok, was_fenced = False, True
+                on_fenced()
             if health.ok is not was_ok:
                 was_ok = health.ok
                 message = "store is back" if was_ok else "store is away"

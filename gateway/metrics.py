@@ -187,6 +187,7 @@ class _State(Collector):
             _gauge("heddle_running_turns", "Turns that run on engines.", running),
             _gauge("heddle_trajectories", "Trajectories in the gateway's memory.", len(self._ledger)),
             _gauge("heddle_store_ok", "1 while puts reach the store.", float(health.ok)),
+            _gauge("heddle_store_fenced", "1 once another gateway has taken it over.", float(self._store.is_fenced)),
             _gauge("heddle_store_pending_records", "Records not yet written to the store.", health.num_pending),
             _gauge("heddle_store_lag_seconds", "Age of the oldest pending record.", health.lag_s),
             _gauge("heddle_store_dropped_records", "Records dropped since the start.", health.num_dropped),

@@ -8,6 +8,7 @@ from store.port import (
     StoreCorrupt,
     StoredTrajectory,
     StoreError,
+    StoreFenced,
     StoreHealth,
     StoreInUse,
 )
@@ -22,6 +23,7 @@ __all__ = [
     "StoreAway",
     "StoreCorrupt",
     "StoreError",
+    "StoreFenced",
     "StoreHealth",
     "StoreInUse",
     "StoreSettings",

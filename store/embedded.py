@@ -65,6 +65,8 @@ class _Behind:
 class EmbeddedStore:
     """A Store in one SQLite file."""
 
+    is_fenced = False  # another process is refused
+
     def __init__(self, path: Path, settings: StoreSettings) -> None:
         self._path = path = Path(os.path.realpath(path))  # a link to a file is locked as that file
         self._max_turns = settings.max_turns_kept

@@ -15,6 +15,8 @@ from store.settings import StoreSettings
 class MemoryStore:
     """A Store in plain dictionaries; every put is in the record at once, until the process ends."""
 
+    is_fenced = False
+
     def __init__(self, settings: StoreSettings) -> None:
         self._max_turns = settings.max_turns_kept
         self._records: dict[str, bytes] = {}

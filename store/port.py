@@ -66,6 +66,10 @@ class StoreCorrupt(StoreError):
     """The record is damaged or of another format version. Repeating does not help."""
 
 
+class StoreFenced(StoreError):
+    """Another process has taken over the record. Repeating does not help."""
+
+
 class StoreAway(StoreError):
     """The record cannot be reached now. Safe to repeat."""
 
@@ -90,11 +94,16 @@ class Store(Protocol):
             StoreError: the server cannot hold the record, or refuses it. Repeating does not help.
         """
 
+    @property
+    def is_fenced(self) -> bool:
+        """Whether another process has taken over the record: nothing that is put will ever be in it."""
+
     async def load(self) -> list[StoredTrajectory]:
         """Everything in the record, in no order. A trajectory of which only turns were put has an empty record.
 
         Raises:
             StoreAway: the record cannot be read now.
+            StoreFenced: see there.
             StoreCorrupt: it can be read, but not understood.
         """
 
@@ -125,6 +134,7 @@ class Store(Protocol):
 
         Raises:
             StoreAway: the record cannot be read now.
+            StoreFenced: see there.
         """
 
     async def piece_sizes(self) -> dict[str, int]:
@@ -132,6 +142,7 @@ class Store(Protocol):
 
         Raises:
             StoreAway: the record cannot be read now.
+            StoreFenced: see there.
         """
 
     def put_state(self, name: str, value: bytes) -> None:
@@ -142,13 +153,14 @@ class Store(Protocol):
 
         Raises:
             StoreAway: the record cannot be read now.
+            StoreFenced: see there.
         """
 
     async def settle(self, timeout_s: float) -> bool:
         """Wait until everything put so far is in the record.
 
         Returns:
-            False after `timeout_s`, or at once if the store is known to be away.
+            False after `timeout_s`, or at once if the store is known to be away, or fenced.
 
         Cost: nothing when nothing is pending; concurrent callers share one flush (embedded: one iteration of the event
         loop).

@@ -36,7 +36,7 @@ from typing import Any
 import orjson
 
 from store.pending import Operation, Pending, forgotten_first
-from store.port import Json, StoreAway, StoreCorrupt, StoredTrajectory, StoreError, StoreHealth, encoded
+from store.port import Json, StoreAway, StoreCorrupt, StoredTrajectory, StoreError, StoreFenced, StoreHealth, encoded
 from store.redis_client import FAULTS, asked, is_full, let_go, mode_of, place_of, redis_client, refused
 from store.settings import StoreSettings
 
@@ -147,6 +147,7 @@ class RedisStore:
         self._lost = False
         self._num_losses = self._num_drops_seen = 0
         self._fault = "not connected yet"
+        self.is_fenced = False
         self._progress: asyncio.Future[None]
         self._flusher: asyncio.Task[None]
 
@@ -280,7 +281,10 @@ class RedisStore:
             raise self._unread(fault) from fault
 
     async def _settle_or_raise(self) -> None:
-        if not await self.settle(self._settings.op_timeout_s) or self._fault:
+        is_settled = await self.settle(self._settings.op_timeout_s)
+        if self.is_fenced:
+            raise StoreFenced(self._fault)
+        if not is_settled or self._fault:
             raise StoreAway(self._fault or f"Redis at {self._where} does not keep up")
 
     async def _flush_forever(self) -> None:
@@ -298,7 +302,7 @@ class RedisStore:
                     self._forget_first()
                 await let_go(self._redis)
             except StoreError as fault:
-                self._fault = str(fault)
+                self._fault, self.is_fenced = str(fault), isinstance(fault, StoreFenced)
                 self._tell_waiters()
                 return
             self._tell_waiters()
@@ -358,7 +362,7 @@ class RedisStore:
         max_turns = self._settings.max_turns_kept
         verdict = await self._eval(APPLY, self._writer, self._claimed_at, number, max_turns, *words)
         if verdict == b"fenced":
-            raise StoreError(f"Redis at {self._where}: {FENCED}")
+            raise StoreFenced(f"Redis at {self._where}: {FENCED}")
         self._lost = self._lost or verdict == b"lost"
 
     def _heal(self) -> None:

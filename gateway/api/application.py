@@ -75,12 +75,17 @@ class Health:
         self._store = store
         self._book = book
 
+    @property
+    def is_fenced(self) -> bool:
+        """Whether another gateway has taken over, so that this one takes no more requests."""
+        return self._store.is_fenced
+
     def view(self) -> dict[str, Any]:
         """Health as the API shows it; available even while the store is away."""
         store = self._store.health()
         engines = self.fleet.members()
         return {
-            "status": "ok" if store.ok else "degraded",
+            "status": "fenced" if self.is_fenced else "ok" if store.ok else "degraded",
             "policy": self._settings.policy,
             "store": {
                 "ok": store.ok,
@@ -129,18 +134,21 @@ def build_api() -> FastAPI:
 
 
 def _add_health(app: FastAPI) -> None:
-    @app.get("/healthz", tags=["health"])
-    async def healthz(health: _Here) -> dict[str, Any]:
-        """Whether the process lives, and how its store and engines are."""
-        return health.view()
+    fenced: dict[int | str, Any] = {503: {"description": "Another gateway has taken over the store"}}
+    not_ready: dict[int | str, Any] = {503: {"description": "No engine is ready, or another gateway has taken over"}}
 
-    @app.get("/readyz", tags=["health"], responses={503: {"description": "No engine is ready"}})
+    @app.get("/healthz", tags=["health"], response_model=dict[str, Any], responses=fenced)
+    async def healthz(health: _Here) -> Response:
+        """How store and engines are: 200 while the process lives, unless another gateway has taken over its store."""
+        return _Json(health.view(), status_code=503 if health.is_fenced else 200)
+
+    @app.get("/readyz", tags=["health"], responses=not_ready)
     async def readyz(health: _Here) -> Response:
         """200 while at least one engine can take turns."""
-        ready = bool(health.fleet.serving(None))
+        ready = bool(health.fleet.serving(None)) and not health.is_fenced
         return _Json({"ready": ready}, status_code=200 if ready else 503)
 
-    @app.get("/health", tags=["health"], responses={503: {"description": "No engine is ready"}})
+    @app.get("/health", tags=["health"], responses=not_ready)
     async def engine_health(health: _Here) -> Response:
         """Like `/readyz`: the route that clients of engines poll before they begin."""
         return await readyz(health)

@@ -10,9 +10,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from gateway.api.given import storable
 from gateway.api.parts import part
-from gateway.api.trajectories import entries_of, entry_of
+from gateway.api.trajectories import entries_of, entry_of, recorded
 from gateway.config import Settings
-from gateway.http.refusals import not_acceptable, store_away
+from gateway.http.refusals import not_acceptable, store_fault
 from gateway.passes import Passes
 from gateway.state import ledger as ledgers
 from gateway.state.ledger import Ledger
@@ -64,17 +64,17 @@ class Tokens:
         try:
             turns = await self._book.turns(trajectory_id)
         except StoreError as error:
-            raise store_away(str(error)) from error
+            raise store_fault(error) from error
         return orjson.dumps(tree(entry, turns), option=orjson.OPT_SERIALIZE_NUMPY)
 
     async def reward(self, trajectory_id: str, reward: Reward) -> dict[str, Any]:
         """Keep a reward, of which the last one counts, and show its trajectory once the record has it. Raises Refused
-        (404).
+        (404, 503).
         """
         entry = entry_of(trajectory_id, self._ledger)
         self._ledger.rewarded(trajectory_id, reward.model_dump())
         shown = ledgers.as_json(entry)
-        await self._store.settle(self._settings.settle_timeout_s)
+        await recorded(self._store, self._settings.settle_timeout_s)
         return shown
 
     async def export(self, rollout_id: str, state: TrajectoryState | None, as_parquet: bool) -> AsyncIterator[bytes]:
@@ -137,7 +137,7 @@ def add_tokens(app: FastAPI) -> None:
         try:  # while the status can still report that the store is away
             first = await anext(parts, b"")
         except StoreError as error:
-            raise store_away(str(error)) from error
+            raise store_fault(error) from error
         told = {"x-heddle-num-forgotten": str(tokens.num_forgotten(rollout_id))}
         return StreamingResponse(_with(first, parts), headers=told, media_type=PARQUET if as_parquet else JSONL)
 

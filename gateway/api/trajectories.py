@@ -22,6 +22,7 @@ from gateway.http.refusals import (
     Refused,
     bad_request,
     conflict,
+    fenced,
     method_not_allowed,
     unknown_rollout,
     unknown_trajectory,
@@ -76,7 +77,7 @@ class Trajectories:
         self._passes = passes
 
     async def declare(self, declaration: Declaration, keeps_tokens: bool = True) -> dict[str, Any]:
-        """Declare a trajectory, and show it. Raises Refused (409) if its id is already known."""
+        """Declare a trajectory, and show it. Raises Refused: 409 if its id is already known; 503."""
         trajectory_id = declaration.id or f"t-{os.urandom(12).hex()}"
         if self._ledger.get(trajectory_id) is not None:
             raise conflict(f"The trajectory {trajectory_id!r} exists already.")
@@ -103,7 +104,7 @@ class Trajectories:
         """Finish a trajectory, or abort it with its turns, and show it. Repeating it changes nothing.
 
         Raises:
-            Refused: 404.
+            Refused: 404, 503.
         """
         entry_of(trajectory_id, self._ledger)
         self._driver.post(TrajectoryClosed(self._clock(), trajectory_id, abort))
@@ -189,7 +190,7 @@ class Trajectories:
         """Abort all active trajectories of a rollout, in slices between which turns are served; returns how many.
 
         Raises:
-            Refused: 404.
+            Refused: 404, 503.
         """
         num_aborted = 0
         for number, known in enumerate(await entries_of(rollout_id, self._ledger, self._passes), 1):
@@ -199,14 +200,23 @@ class Trajectories:
                 num_aborted += 1
             if number % _NUM_ABORTED == 0:
                 await asyncio.sleep(0)
-        await self._store.settle(self._settings.settle_timeout_s)
+        await recorded(self._store, self._settings.settle_timeout_s)
         return num_aborted
 
     async def _recorded(self, trajectory_id: str) -> dict[str, Any]:
         """A trajectory as it is now, once the record has that: what a client was told outlives this process."""
         shown = ledgers.as_json(entry_of(trajectory_id, self._ledger))
-        await self._store.settle(self._settings.settle_timeout_s)
+        await recorded(self._store, self._settings.settle_timeout_s)
         return shown
+
+
+async def recorded(store: Store, timeout_s: float) -> None:
+    """Wait until the record has what was put: for a moment only, since a store that is away gets it later. Raises
+    Refused (503) if it never will.
+    """
+    await store.settle(timeout_s)
+    if store.is_fenced:
+        raise fenced()
 
 
 def entry_of(trajectory_id: str, ledger: Ledger) -> Entry:

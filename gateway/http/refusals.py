@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 from gateway.http.errors import ApiError, api_error
 from scheduling.types import Refusal
+from store.port import StoreError, StoreFenced
 
 _MAX_LISTED = 5
 
@@ -202,9 +203,19 @@ def not_seen(model: str, num_unseen: int, num_engines: int) -> Refused:
     return Refused(error, retry_after_s=5.0, should_retry=True)
 
 
-def store_away(message: str) -> Refused:
-    """503: the answer needs the store, which does not respond."""
-    return Refused(api_error(503, message, "store_away"), retry_after_s=1.0, should_retry=True)
+def store_fault(error: StoreError) -> Refused:
+    """503: the answer needs the store, which does not respond, or is another gateway's."""
+    if isinstance(error, StoreFenced):
+        return fenced()
+    return Refused(api_error(503, str(error), "store_away"), retry_after_s=1.0, should_retry=True)
+
+
+def fenced() -> Refused:
+    """503: another gateway owns the store, and the fleet with it. This one stays so: behind a load balancer, only a new
+    connection leads to the other one.
+    """
+    message = "Another gateway has taken over the store of this one, which takes no more requests: ask the other one."
+    return Refused(api_error(503, message, "fenced"), more_headers=((b"connection", b"close"),))
 
 
 def shutting_down() -> Refused:

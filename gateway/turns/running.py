@@ -11,7 +11,7 @@ from gateway.clock import Clock
 from gateway.config import Settings
 from gateway.http.client import Client, ClientLeft
 from gateway.http.heartbeat import Heartbeat
-from gateway.http.refusals import Refused, refused_turn, shutting_down, too_many_turns
+from gateway.http.refusals import Refused, fenced, refused_turn, shutting_down, too_many_turns
 from gateway.metrics import Metrics
 from gateway.state.driver import Driver
 from gateway.turns.arrivals import Arrivals
@@ -96,6 +96,12 @@ class RunningTurns:
             self.over(turn, client)
             raise
 
+    def refuse_waiting(self) -> None:
+        """Refuse the turns that wait, because another gateway has taken over the fleet. Those that run go on."""
+        for turn in self._driver.live_turns():
+            if isinstance(turn, Turn) and turn.is_waiting:
+                turn.stop(Fault.CLOSED)
+
     def over(self, turn: Turn, client: Client) -> None:
         """A turn that arrived has ended, well or not."""
         client.unwatch()
@@ -149,6 +155,9 @@ class RunningTurns:
                 told = shutting_down()
                 self._endings.close(turn, "stopped", dispatch, told, now)
                 raise told from None
+            if fault is Fault.CLOSED and self._store.is_fenced:  # which aborts no trajectory any more
+                self._endings.close(turn, "refused", dispatch, fenced(), now)
+                raise fenced() from None
             self._endings.close(turn, "left" if fault is Fault.CLIENT_LEFT else "aborted", dispatch, None, now)
             if fault is Fault.CLIENT_LEFT:
                 raise ClientLeft from None

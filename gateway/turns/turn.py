@@ -169,6 +169,11 @@ class Turn:
         assert dispatch is not None
         return dispatch
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it awaits the scheduler's decision, or the time of its leg."""
+        return self._decision is not None and not self._decision.done()
+
     def _decide(self) -> None:
         if self._decision is not None and not self._decision.done():
             self._decision.set_result(None)

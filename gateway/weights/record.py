@@ -37,6 +37,11 @@ class WeightRecord:
         self._paths: dict[str, None] = {}
         self._before: tuple[NewWeights | None, dict[str, int], int] = (None, {}, 0)
 
+    @property
+    def is_fenced(self) -> bool:
+        """Whether another gateway has taken over the record, and gives engines their weights."""
+        return self._store.is_fenced
+
     async def restore(self) -> None:
         """Read what an earlier process knew. Raises StoreAway."""
         stored = await self._store.get_state(_STATE_NAME)

@@ -58,6 +58,8 @@ async def give_weights(
 async def join(server: Server, record: WeightRecord, known: KnownProcesses, settings: Settings) -> None:
     """Bring a new process to the fleet's weights, or hold it with the reason. Raises ObservationError."""
     assert server.dialect is not None
+    if record.is_fenced:
+        raise ObservationError("another gateway has taken over, and gives it its weights")
     control = WEIGHTS[server.dialect.kind]
     try:
         told = await control.version(server.http, settings.observe_timeout_s)

@@ -194,6 +194,10 @@ class WeightUpdates:
     async def _run(self, update: Update, servers: _Servers, of_server: Mapping[str, Mapping[str, Any]]) -> None:
         try:
             await self._store.settle(self._settings.settle_timeout_s)
+            if self._store.is_fenced:
+                for progress in update.engines.values():
+                    progress.state, progress.error = "untouched", "another gateway has taken over the fleet"
+                return
             there = {server_id: one for server_id, one in servers.items() if self._is_there(server_id, one, update)}
             if update.weights.path is not None:
                 await self._from_disk(update, there)

@@ -283,8 +283,8 @@ async def test_a_gateway_that_lost_its_store_reports_nothing(server: RedisServer
     """Two gateways in one namespace are a mistake. The second has the trajectories, and only its reports count."""
     source = read_from(server)
     async with source.gateway() as first, source.gateway() as second, source.demand(second.url) as demand:
-        await declare(first.url, "of-the-first", 1_000)
         async with httpx.AsyncClient(base_url=first.url, timeout=60.0) as client:
+            await client.post("/v1/trajectories", json={"id": "of-the-first", "expected_output_tokens": 1_000})
 
             async def is_fenced() -> bool:
                 return "another process" in (await client.get("/healthz")).text
