@@ -10,7 +10,7 @@ import errno
 import json
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from io import FileIO
 from pathlib import Path
 from typing import Any, TypeVar
@@ -102,7 +102,7 @@ def shape_of(fleet: Sequence[DesiredServer]) -> list[tuple[str, ...]]:
 
 
 def fold(state: State, record: Json) -> State:
-    """The state after one more record. Unknown kinds come from a later version and are skipped."""
+    """The state after one more record. Unknown kinds and fields come from a later version and are skipped."""
     match record["kind"]:
         case "state":
             return _loaded(record["state"])
@@ -121,8 +121,7 @@ def fold(state: State, record: Json) -> State:
         case "done":
             return replace(_done(state, record), begun=_without(state.begun, {record["server_id"]}))
         case "failed":
-            failure = Failure(**{**record["failure"], "last_lines": tuple(record["failure"]["last_lines"])})
-            return replace(state, failures=(*state.failures, failure)[-MAX_FAILURES_KEPT:])
+            return replace(state, failures=(*state.failures, _failure(record["failure"]))[-MAX_FAILURES_KEPT:])
         case "phase":
             return _measured(state, record)
         case "spares":
@@ -226,6 +225,10 @@ def _gone(state: State, server_ids: set[str]) -> State:
 
 def _without(of: dict[str, Of], server_ids: set[str]) -> dict[str, Of]:
     return {server_id: value for server_id, value in of.items() if server_id not in server_ids}
+
+
+def _failure(one: Json) -> Failure:
+    return Failure(one["server_id"], one["tp"], one["at"], one["cause"], tuple(one["last_lines"]))
 
 
 def _servers(items: Iterable[Json]) -> tuple[DesiredServer, ...]:
@@ -339,21 +342,21 @@ def check_owner(state: State, fleet_id: str, state_dir: Path) -> None:
 
 def dumped(state: State) -> Json:
     """The state as JSON: for the journal's first record, and for people."""
-    fields = asdict(state)
-    fields["phase_s"] = [[phase, tp, times] for (phase, tp), times in state.phase_s.items()]
-    return {name: sorted(value) if isinstance(value, frozenset) else value for name, value in fields.items()}
+    written = asdict(state)
+    written["phase_s"] = [[phase, tp, times] for (phase, tp), times in state.phase_s.items()]
+    return {name: sorted(value) if isinstance(value, frozenset) else value for name, value in written.items()}
 
 
-def _loaded(fields: Json) -> State:
+def _loaded(written: Json) -> State:
     sets = ("resting", "drained", "moved", "stopped", "blocked_tps")
     return State(
         **{
-            **fields,
-            **{name: frozenset(fields[name]) for name in sets},
-            "history": rollouts.loaded(fields["history"]) if "history" in fields else History(),
-            **{name: _servers(fields.get(name, ())) for name in ("wanted", "proven", "earlier", "spares")},
-            "failures": tuple(Failure(**{**one, "last_lines": tuple(one["last_lines"])}) for one in fields["failures"]),
-            "phase_s": {(phase, tp): tuple(times) for phase, tp, times in fields["phase_s"]},
+            **{one.name: written[one.name] for one in fields(State) if one.name in written},
+            **{name: frozenset(written[name]) for name in sets},
+            "history": rollouts.loaded(written["history"]) if "history" in written else History(),
+            **{name: _servers(written.get(name, ())) for name in ("wanted", "proven", "earlier", "spares")},
+            "failures": tuple(map(_failure, written["failures"])),
+            "phase_s": {(phase, tp): tuple(times) for phase, tp, times in written["phase_s"]},
         }
     )
 

@@ -229,7 +229,10 @@ def _connect(path: Path) -> sqlite3.Connection:
     database = sqlite3.connect(path, isolation_level=None)
     [version] = database.execute("PRAGMA user_version").fetchone()
     if version not in (0, FORMAT):
-        raise StoreCorrupt(f"store {path} has format {version}, this program reads {FORMAT}: choose another file")
+        raise StoreCorrupt(
+            f"store {path} has format {version}, this program reads {FORMAT}: "
+            "start the version that wrote it, or choose another file"
+        )
     database.execute("PRAGMA journal_mode = WAL")
     database.execute("PRAGMA synchronous = NORMAL")
     database.executescript(f"{SCHEMA} PRAGMA user_version = {FORMAT};")

@@ -381,7 +381,7 @@ class RedisStore:
         if known not in (None, FORMAT):
             raise StoreCorrupt(
                 f"Redis at {self._where}: {owner} has format {known!r}, this program reads {FORMAT!r}; "
-                "choose another namespace"
+                "start the version that wrote it, or choose another namespace"
             )
         self._claimed_at = await self._eval(CLAIM, self._writer, FIRST_BATCH)
 

@@ -121,7 +121,10 @@ def connected(path: Path) -> sqlite3.Connection:
     except sqlite3.Error as fault:
         raise explained(path, fault) from fault
     if version != FORMAT:
-        raise StoreCorrupt(f"store {path} has format {version}, this program reads {FORMAT}: choose another file")
+        raise StoreCorrupt(
+            f"store {path} has format {version}, this program reads {FORMAT}: "
+            "start the version that wrote it, or choose another file"
+        )
     if verdict != "ok":
         raise StoreCorrupt(f"store {path} is damaged ({verdict}); move it away to start empty")
     return database

@@ -10,7 +10,8 @@ from typing import Any
 from scheduling.types import TrajectoryRecord, TrajectoryState
 from store.port import Store, StoreCorrupt, StoredTrajectory
 
-_SHOWN = [one.name for one in fields(TrajectoryRecord) if one.name != "trajectory_id"]
+_FIELDS = [one.name for one in fields(TrajectoryRecord)]
+_SHOWN = [name for name in _FIELDS if name != "trajectory_id"]
 
 
 @dataclass(slots=True)
@@ -110,7 +111,7 @@ class Ledger:
             now: no record may be later, because the clock may have been set back since.
 
         Raises:
-            StoreCorrupt: another version wrote them.
+            StoreCorrupt: another version wrote them. Fields that only a newer one knows are ignored.
         """
         for item in stored:
             if item.record:
@@ -133,11 +134,8 @@ class Ledger:
 
     def _entry(self, item: StoredTrajectory, now: float) -> Entry:
         try:
-            fields = dict(item.record)
-            declared = fields.pop("declared", {})
-            conversation = fields.pop("conversation", [])
-            reward = fields.pop("reward", None)
-            record = TrajectoryRecord(**fields)
+            stored = item.record
+            record = TrajectoryRecord(**{name: stored[name] for name in _FIELDS if name in stored})
             created_at, last_at = min(record.created_at, now), min(record.last_at, now)
             record = replace(
                 record,
@@ -149,9 +147,10 @@ class Ledger:
         except (TypeError, ValueError) as fault:
             raise StoreCorrupt(
                 f"the store's record of trajectory {item.trajectory_id!r} is of another version ({fault}); "
-                "choose another store"
+                "start the one that wrote it, or choose another store"
             ) from fault
-        return Entry(record, deque(item.turns, self._max_turns_kept), declared, conversation, reward)
+        declared, conversation = stored.get("declared", {}), stored.get("conversation", [])
+        return Entry(record, deque(item.turns, self._max_turns_kept), declared, conversation, stored.get("reward"))
 
     def _put(self, entry: Entry) -> None:
         record = entry.record

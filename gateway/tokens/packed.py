@@ -23,7 +23,9 @@ _HEAD_LENGTH = 4
 _VERSIONS = 5
 """The index of the versions in the head."""
 _FIELDS = 11
-"""Fields of a head. It had one fewer when ids were 32-bit integers; a piece with a base has one more, the base."""
+"""Fields of a head. It had one fewer when ids were 32-bit integers; a piece with a base has one more, the base. What a
+newer version adds follows that one, which is then null in a piece without a base; it is not read here.
+"""
 
 
 @value_class(frozen=True, slots=True)
@@ -128,13 +130,13 @@ def decoded(pieces: Iterable[bytes]) -> list[KeptTurn]:
     for data in pieces:
         start = _HEAD_LENGTH + int.from_bytes(data[:_HEAD_LENGTH])
         head: list[Any] = orjson.loads(data[_HEAD_LENGTH:start])
-        head[_VERSIONS] = tuple(VersionSpan(*span) for span in head[_VERSIONS])
-        if len(head) > _FIELDS:
+        head[_VERSIONS] = tuple(VersionSpan(*span[:3]) for span in head[_VERSIONS])
+        if len(head) > _FIELDS and head[_FIELDS] is not None:
             based.append((head, data, start))
             continue
         turn = _of_integers(head, data, start) if len(head) < _FIELDS else _of_digits(head, data, start, None)
         turns[turn.turn_id] = turn
-    whole = [_of_digits(*each, base) for each in based if (base := turns.get(each[0][-1])) is not None]
+    whole = [_of_digits(*each, base) for each in based if (base := turns.get(each[0][_FIELDS])) is not None]
     return [*turns.values(), *whole]
 
 

@@ -60,8 +60,8 @@ class KeptLeg:
         self.version: str = header["version"]
         self.order: tuple[float, int] = header["arrived_at"], header["leg"]
         self.prompt: str = header["prompt"]
-        ids, logprobs, spans = header["made"]
-        self.made: Made = ids, logprobs, [VersionSpan(*span) for span in spans]
+        ids, logprobs, spans, *_ = header["made"]  # a newer version may add some
+        self.made: Made = ids, logprobs, [VersionSpan(*span[:3]) for span in spans]
         self.num_made = len(ids)
         sent = bytes_sent(connection) - header["sent_before"]
         self.is_asked = bool(tape.so_far()) or sent >= header["length"]

@@ -184,12 +184,12 @@ def _unsaved(choice: Choice) -> tuple[Any, ...]:
 def _made(parts: list[bytes]) -> list[Made]:
     made: list[Made] = []
     for part in parts:
-        for index, (start, ids, logprobs, spans) in enumerate(orjson.loads(part)):
+        for index, (start, ids, logprobs, spans, *_) in enumerate(orjson.loads(part)):  # a newer version may add some
             if index == len(made):
                 made.append(([], [], []))
             known_ids, known_logprobs, versions = made[index]
             if start > len(known_ids):  # what comes between is lost
                 return made
             known_ids[start:], known_logprobs[start:] = ids, logprobs
-            versions[:] = [VersionSpan(*span) for span in spans]
+            versions[:] = [VersionSpan(*span[:3]) for span in spans]
     return made

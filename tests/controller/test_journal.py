@@ -3,7 +3,7 @@
 import json
 import resource
 import signal
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +113,23 @@ def test_a_dumped_state_loses_nothing(tmp_path: Path) -> None:
     write_all(journal)
     short = Journal(tmp_path / "short.jsonl")
     assert short.write(kind="state", state=dumped(journal.state)) == journal.state
+
+
+def test_fields_of_a_later_version_are_ignored(tmp_path: Path) -> None:
+    """After a rollback the controller goes on with its fleet. The file counted as damaged."""
+    journal = Journal(tmp_path / "journal.jsonl")
+    write_all(journal)
+
+    def later(one: dict[str, Any]) -> dict[str, Any]:
+        return one | {"of_a_later_version": 1}
+
+    state = dumped(journal.state)
+    state |= {name: [later(asdict(one)) for one in getattr(journal.state, name)] for name in ("wanted", "failures")}
+    short = Journal(tmp_path / "short.jsonl")
+    assert short.write(**later({"kind": "state", "state": later(state)})) == journal.state
+    failure = asdict(journal.state.failures[0])
+    assert short.write(kind="failed", failure=later(failure)) == journal.write(kind="failed", failure=failure)
+    assert read_state(tmp_path / "short.jsonl") == journal.state
 
 
 def test_reopened_engines_lose_their_cordon_and_removed_ones_their_url(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from engines.token_ids import TokenIds
 from gateway.clock import started_clock
 from gateway.state.ledger import Ledger
 from gateway.tokens.book import PREFIX, TURN_BYTES, TokenBook, TokenLimits, wants_tokens
-from gateway.tokens.packed import decoded, piece
+from gateway.tokens.packed import decoded, kept, piece
 from gateway.tokens.partials import Partials
 from gateway.tokens.turn_tokens import TurnTokens, VersionSpan
 from scheduling.types import TrajectoryRecord, TrajectoryState
@@ -501,6 +501,25 @@ def test_a_turn_stored_as_integers_can_be_read() -> None:
     assert turn.logprobs is not None and turn.logprobs.tolist() == [-0.5, -0.25]
     assert (turn.turn_id, turn.parent, turn.versions) == ("u2", "u1", (VersionSpan("7", 0, 2),))
     assert decoded([piece(turn, None)]) == [turn]
+
+
+def test_a_turn_stored_by_a_newer_version_can_be_read() -> None:
+    """Whose heads and versions have more fields, as after a rollback. The field was taken for a base that is missing,
+    so the turn was dropped."""
+    made = replace(tokens_of("u", [1, 2, 3], [4]), versions=(VersionSpan("7", 0, 1),))
+    whole = kept(made, None, TokenIds.of([1, 2, 3]), TokenIds.of([]))
+    based = kept(tokens_of("v", [1, 2, 3, 5], [6]), None, TokenIds.of([1, 2, 3, 5]), TokenIds.of([]))
+    stored = [newer(piece(whole, None), None), newer(piece(based, whole))]
+    assert decoded(stored) == [whole, based]
+
+
+def newer(data: bytes, *more: Any) -> bytes:
+    """A piece with further fields."""
+    end = 4 + int.from_bytes(data[:4])
+    head = orjson.loads(data[4:end])
+    head[5] = [[*span, "of a newer version"] for span in head[5]]
+    written = orjson.dumps([*head, *more, "of a newer version"])
+    return len(written).to_bytes(4) + written + data[end:]
 
 
 async def test_a_repeated_prompt_is_stored_once(new_store: Callable[..., Store]) -> None:
