@@ -173,6 +173,14 @@ class TokenBook:
                 ended_at=turn.ended_at,
             )
 
+    def ancestors(self, trajectory_id: str, turn_id: str) -> Iterator[KeptTurn]:
+        """The turn that a turn in memory continues, the one that this continues, and so on."""
+        turns = self._shelves[trajectory_id].turns
+        parent = turns[turn_id].parent
+        while parent is not None:
+            yield turns[parent]
+            parent = turns[parent].parent
+
     def begun_by(self, trajectory_id: str, prompt: TokenIds) -> str | None:
         """The kept turn of this trajectory with most tokens, the latest of equals, whose prompt and output this prompt
         begins with; None if there is none. Cost: 1 ms if 100,000 tokens are kept of the trajectory.

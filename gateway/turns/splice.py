@@ -5,14 +5,18 @@ A template renders an answer's text to tokens again, which may differ from the t
 needs no tokenizer: the token that ends a turn splits prompts into messages. The earlier prompt's messages must equal
 those of the render, except for answers: these begin with the tokens that open an answer, and were themselves spliced
 into the earlier prompt. Or the template leaves out their thoughts, and what opens thoughts in the prompt (`<think>`,
-with Qwen3 an empty thought): then all else must be equal.
+with Qwen3 an empty thought): then all else must be equal. An answer that was cut has no such token; an earlier turn's
+splits the prompts, and the answer itself must be equal.
 """
+
+from collections.abc import Iterable
 
 import numpy as np
 
 from engines.token_ids import TokenIds, messages, put_together
 from gateway.messages.transcripts import History
 from gateway.tokens.book import TokenBook
+from gateway.tokens.packed import KeptTurn
 from gateway.tokens.turn_tokens import ONLY_WHOLE, TurnTokens
 
 
@@ -31,7 +35,7 @@ def spliced(
     found: list[tuple[TokenIds, str | None]] = []
     answer = history.digests[-1] if history is not None and history.digests else ""
     for before in book.continued(trajectory_id, answer, history.with_thoughts if history is not None else {}):
-        prompt = joined(before, rendered)
+        prompt = joined(before, rendered, book.ancestors(trajectory_id, before.turn_id))
         if prompt is rendered:
             return prompt, before.turn_id
         if prompt is not None:
@@ -39,27 +43,50 @@ def spliced(
     return found[0] if found else (rendered, book.begun_by(trajectory_id, rendered))
 
 
-def joined(before: TurnTokens, rendered: TokenIds) -> TokenIds | None:
-    """An earlier turn's tokens, then what is new in a render after them; None if the render does not continue them."""
-    made = list(before.output_ids)
-    if not made:
-        return None
+def joined(before: TurnTokens, rendered: TokenIds, ancestors: Iterable[KeptTurn] = ()) -> TokenIds | None:
+    """An earlier turn's tokens, then what is new in a render after them; None if the render does not continue them.
+
+    Args:
+        ancestors: of the earlier turn, the nearest first.
+    """
     prompt, output = TokenIds.of(before.prompt_ids), TokenIds.of(before.output_ids)
+    if not output:
+        return None
     if rendered.begins_with(prompt, output):
         return rendered
-    # An answer cut by its limit has no end token, nor does one that ran past its end token. A stop string's last token
-    # may be anywhere in the messages that follow.
-    end_of_turn = made[-1]
-    if before.finish_reason == "length" or ONLY_WHOLE in before.history.split() or end_of_turn in made[:-1]:
+    end_of_turn = _end_of_turn(before)
+    is_cut = end_of_turn is None
+    if is_cut:
+        end_of_turn = next((end for end in map(_end_of_turn, ancestors) if end is not None), None)
+    if end_of_turn is None:
         return None
     *known, opening = messages(prompt, end_of_turn)
     found = messages(rendered, end_of_turn)
     if len(found) < len(known) + 2 or not opening.text:
         return None
-    for mine, theirs in zip((*known, put_together((opening, output))), found, strict=False):
+    answer, *new = found[len(known) :]
+    if is_cut:  # the rest of its message may be more than the end token
+        start = answer.end_of(opening, output)
+        if start is None:
+            return None
+        new.insert(0, TokenIds(answer.text[start:]))
+    else:
+        known.append(put_together((opening, output)))
+    for mine, theirs in zip(known, found, strict=False):
         if mine != theirs and not _is_answer(mine, theirs, opening):
             return None
-    return put_together((prompt, output, *found[len(known) + 1 :]))
+    return put_together((prompt, output, *new))
+
+
+def _end_of_turn(turn: TurnTokens | KeptTurn) -> int | None:
+    """The token with which this turn ended its message; None if it did not end there, or its last token need not be
+    that one. A stop string's last token may be anywhere in the messages that follow.
+    """
+    history = turn.history.split()  # none of a completion, whose stop strings are not noted
+    if not turn.output_ids or not history or ONLY_WHOLE in history or turn.finish_reason == "length":
+        return None
+    *made, last = turn.output_ids
+    return None if last in made else last
 
 
 def _is_answer(mine: TokenIds, theirs: TokenIds, opening: TokenIds) -> bool:
