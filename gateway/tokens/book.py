@@ -176,10 +176,7 @@ class TokenBook:
     def ancestors(self, trajectory_id: str, turn_id: str) -> Iterator[KeptTurn]:
         """The turn that a turn in memory continues, the one that this continues, and so on."""
         turns = self._shelves[trajectory_id].turns
-        parent = turns[turn_id].parent
-        while parent is not None:
-            yield turns[parent]
-            parent = turns[parent].parent
+        yield from chain(turns, turns[turn_id])[-2::-1]
 
     def begun_by(self, trajectory_id: str, prompt: TokenIds) -> str | None:
         """The kept turn of this trajectory with most tokens, the latest of equals, whose prompt and output this prompt
