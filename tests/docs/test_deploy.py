@@ -1,6 +1,7 @@
 """The files in deploy/ match the product: alerts, alarms, the dashboard, units, the image and its manifests."""
 
 import configparser
+import hashlib
 import json
 import re
 import shlex
@@ -148,7 +149,16 @@ def test_an_image_is_made_of_the_packages_and_nothing_else() -> None:
     first, *rest = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if not line.startswith("#")]
     assert first == "*"
     taken = {line.removeprefix("!") for line in rest if line.startswith("!")}
-    assert taken == tops | {"README.md", "constraints.txt", "pyproject.toml"}
+    assert taken == tops | {"LICENSE", "README.md", "constraints.txt", "pyproject.toml"}
+
+
+def test_the_license_is_the_one_that_is_named() -> None:
+    """Its standard text, in every wheel; pyproject.toml named it, and no file had it."""
+    project = PYPROJECT["project"]
+    assert (project["license"], project["license-files"]) == ("Apache-2.0", ["LICENSE"])
+    # Of https://www.apache.org/licenses/LICENSE-2.0.txt.
+    digest = "cfc7749b96f63bd31c3c42b5c471bf756814053e847c10f3eb003417bc523d30"
+    assert hashlib.sha256((ROOT / "LICENSE").read_bytes()).hexdigest() == digest
 
 
 @pytest.mark.parametrize("name", ["gateway", "controller"])
