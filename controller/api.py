@@ -2,6 +2,7 @@
 
 import hmac
 import time
+from importlib.metadata import version
 from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI, Header, Query, Request, Response
@@ -39,7 +40,7 @@ class DrainOne(BaseModel):
 
 def build_api(controller: Controller, admin_key: SecretStr | None) -> FastAPI:
     """The application. Without an admin key it is read-only."""
-    app = FastAPI(title="Heddle fleet controller", version="0.1.0", redoc_url=None)
+    app = FastAPI(title="Heddle fleet controller", version=version("heddle"), redoc_url=None)
 
     @app.exception_handler(_No)
     async def refused(_: Any, no: _No) -> Response:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import accumulate, product
 from typing import get_args
 
-from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
@@ -15,6 +15,7 @@ from gateway.fleet.server import EngineState
 from gateway.http.errors import Api
 from gateway.state.ledger import Ledger
 from gateway.tokens.book import TokenBook
+from gateway.version import VERSION
 from gateway.workers.pool import WorkerPool
 from predictor.background import BackgroundCounts
 from scheduling.scheduler import Scheduler
@@ -30,6 +31,8 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        build = Gauge("heddle_build_info", "1, with the gateway's version.", ["version"], registry=self.registry)
+        build.labels(VERSION).set(1)
         self._turns = _Counts("heddle_turns", "Turns that ended, by API and outcome.", ("api", "outcome"))
         # A rate is that of a series: one that began with a burst of failures would not show it.
         self._turns.counts.update(dict.fromkeys(product(get_args(Api), _OUTCOMES), 0))

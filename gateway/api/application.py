@@ -39,6 +39,7 @@ from gateway.state.driver import Driver
 from gateway.tokens.book import TokenBook
 from gateway.turns.request_reader import lacks_model
 from gateway.turns.turns import TURN_ROUTES
+from gateway.version import VERSION
 from store.port import Store
 
 # Tags of the routes that an agent key may use. The others show or change what a policy in training must not.
@@ -86,6 +87,7 @@ class Health:
         engines = self.fleet.members()
         return {
             "status": "fenced" if self.is_fenced else "ok" if store.ok else "degraded",
+            "version": VERSION,
             "policy": self._settings.policy,
             "store": {
                 "ok": store.ok,
@@ -109,7 +111,7 @@ def build_api() -> FastAPI:
     """The FastAPI application, one for all gateways of the process; see `with_parts`."""
     app = FastAPI(
         title="Heddle",
-        version="0.1.0",
+        version=VERSION,
         description="An OpenAI-compatible gateway for agentic RL rollouts.",
         redoc_url=None,
         redirect_slashes=False,  # the path has lost its identity, and a proxy may have another host

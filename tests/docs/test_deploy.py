@@ -11,14 +11,17 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import yaml
 
+import controller.api
 from gateway import metrics
 from gateway.config import Settings, load_settings
 from gateway.front import OPEN_PATHS
 from heddle.cli import main
 from store import StoreSettings
+from tests.support.gateway import running_gateway
 
 ROOT = Path(__file__).parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -140,6 +143,17 @@ def test_pyproject_lists_every_package() -> None:
         str(path.parent.relative_to(ROOT)).replace("/", ".") for top in tops for path in ROOT.glob(f"{top}/**/*.py")
     }
     assert existing == listed
+
+
+async def test_gateway_and_controller_report_the_version_of_pyproject() -> None:
+    """In health, metrics and their descriptions; two of these had a copy of it, two none."""
+    version = PYPROJECT["project"]["version"]
+    async with running_gateway(start_timeout_s=0) as gateway, httpx.AsyncClient(base_url=gateway.url) as client:
+        assert (await client.get("/healthz")).json()["version"] == version
+        assert (await client.get("/openapi.json")).json()["info"]["version"] == version
+        assert f'heddle_build_info{{version="{version}"}} 1.0\n' in (await client.get("/metrics")).text
+    unasked: Any = None
+    assert controller.api.build_api(unasked, None).version == version
 
 
 def test_an_image_is_made_of_the_packages_and_nothing_else() -> None:

@@ -1,0 +1,5 @@
+"""The version of Heddle that is installed; pyproject.toml has it."""
+
+from importlib.metadata import version
+
+VERSION = version("heddle")
