@@ -136,6 +136,8 @@ async def _serving(
     kept_legs = KeptLegs(settings, descriptors, fleet, store.settle) if descriptors and by_tokens else None
     if descriptors is not None:
         descriptors.drop_found()  # such as those of token legs, without which nobody takes them up
+        if not by_tokens:
+            LOGGER.warning("connections to engines are not kept", extra={"fields": {"token_legs": settings.token_legs}})
     kept_tokens = KeptTokens(book, Partials(store), kept_legs, clock, settings.save_tokens_s, before)
     endings = Endings(clock, driver, ledger, conversations, repeats, arrivals, kept_tokens, kv, metrics, log, texts)
     worker_pool = WorkerPool(

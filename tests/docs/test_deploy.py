@@ -121,6 +121,16 @@ def test_systemd_gives_a_gateway_time_and_room() -> None:
     assert int(of_gateway["LimitNOFILE"]) > 2 * int(of_gateway["FileDescriptorStoreMax"]) > 0
 
 
+def test_who_keeps_descriptors_has_the_turns_that_need_them() -> None:
+    """Only token legs are kept: without them, a kill cost each running turn all of its tokens."""
+    keeps = [pod_of("gateway")["containers"][0]["command"], COMPOSE["services"]["gateway"]["command"]]
+    assert all("keep" in command for command in keeps) and "FileDescriptorStoreMax" in unit("gateway")
+    variable = {"name": "HEDDLE_TOKEN_LEGS", "value": "auto"}
+    assert variable in pod_of("gateway")["containers"][0]["env"]
+    assert load_settings(str(ROOT / "deploy/compose/heddle.toml")).token_legs == "auto"
+    assert unit("gateway")["Environment"] == "HEDDLE_TOKEN_LEGS=auto"
+
+
 def test_systemd_leaves_engines_alone_when_the_controller_is_restarted() -> None:
     """Its engines are in its control group, which a stop would end with it."""
     assert unit("controller")["KillMode"] == "process"

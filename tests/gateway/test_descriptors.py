@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from gateway.app import gateway
+from gateway.config import load_settings
 from gateway.descriptors import DescriptorStore
 
 
@@ -91,6 +93,21 @@ async def test_the_names_of_all_that_is_kept_fit_into_the_environment_of_the_nex
     assert len(names) > 12_800 and len({*names, "legAAAB"}) == len(names) // 2 + 1
     environment = {"LISTEN_FDNAMES": ":".join(["listener", "legAAAB", *names])}
     assert await (await asyncio.create_subprocess_exec("true", env=environment)).wait() == 0
+
+
+@pytest.mark.parametrize("token_legs", ["off", "auto"])
+async def test_a_gateway_that_keeps_no_turn_says_so_at_its_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, token_legs: str
+) -> None:
+    """Only token legs are kept. Whoever ran it under `heddle keep` without them learned so after a kill."""
+    address = str(tmp_path / "keeper")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as keeper:
+        keeper.bind(address)
+        store = DescriptorStore(address, limit=8, found={})
+        async with gateway(load_settings(store="memory:", start_timeout_s=0, token_legs=token_legs), store):
+            warned = [record.message for record in caplog.records if record.levelname == "WARNING"]
+        store.close()
+    assert warned == (["connections to engines are not kept"] if token_legs == "off" else [])
 
 
 def fill(address: str) -> None:
