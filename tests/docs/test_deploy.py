@@ -155,6 +155,12 @@ def test_pyproject_lists_every_package() -> None:
     assert existing == listed
 
 
+def test_the_image_leaves_the_sources_behind() -> None:
+    """A layer keeps what a later one removes, so they stay in a stage of their own."""
+    _, build, image = (ROOT / "deploy/images/Dockerfile").read_text().split("\nFROM ")
+    assert "COPY . /src" in build and "COPY --from=build" in image and "/src" not in image
+
+
 async def test_gateway_and_controller_report_the_version_of_pyproject() -> None:
     """In health, metrics and their descriptions; two of these had a copy of it, two none."""
     version = PYPROJECT["project"]["version"]
