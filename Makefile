@@ -18,7 +18,14 @@ BY_NAME := -vv --no-header
 # Tests of real servers that start, end or reshape servers of their own.
 FLEET := tests/real/test_local_vllm.py tests/real/test_real_controller.py
 
-.PHONY: help install demo test lint style types imports bytecode clients fleet nixl tier sleeping text train ray real sglang compiled bench rivals soak fidelity results loop redis vllm clean
+# What the tests need besides Heddle, and tests that would notice a dependency that is too old.
+TEST_TOOLS := pytest|pytest-asyncio|pytest-timeout|pytest-xdist|anthropic|httpx|httpx2|hypothesis|jsonschema|PyYAML
+NOTICING := tests/gateway/test_settings.py tests/gateway/test_http_bytes.py tests/gateway/test_streams.py \
+	tests/gateway/test_anthropic.py tests/api/test_dashboard.py tests/api/test_streams_http.py \
+	tests/api/test_tokens_of_turns.py tests/store/test_factory.py tests/store/test_redis.py tests/engines/test_http.py \
+	tests/cli/test_arguments.py tests/simulator/test_command.py tests/predictor/test_tabular.py
+
+.PHONY: help install demo test lint style types imports bytecode clients fleet nixl tier sleeping text train ray real sglang compiled lowest bench rivals soak fidelity results loop redis vllm clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -85,6 +92,13 @@ clients: install
 compiled:
 	PYTHON=$(PYTHON) deploy/compiled/make.sh .venv-compiled
 
+## make lowest  a part of the tests with the oldest versions of its dependencies that Heddle allows (three minutes)
+lowest: redis # uv only: pip knows no --resolution
+	deploy/make-venv.sh .venv-lowest
+	deploy/install-packages.sh .venv-lowest --resolution lowest-direct -e ".[export,kubernetes]" \
+		$$(grep -E '^($(TEST_TOOLS))==' constraints.txt)
+	REDIS_SERVER=$$(deploy/get-redis.sh) .venv-lowest/bin/python -m pytest -n 2 -m "not alone and $(HERE)" $(NOTICING)
+
 ## make bench   what the gateway costs beside routers and proxies; writes docs/results.md (quick: REPEATS=1 SECONDS=0.5)
 bench: install
 	deploy/get-bench-peers.sh
@@ -142,4 +156,4 @@ $(VENV)/.installed: pyproject.toml constraints.txt deploy/make-venv.sh deploy/in
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) .work
+	rm -rf $(VENV) $(VLLM_VENV) .venv-lowest .work
