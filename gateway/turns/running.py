@@ -149,13 +149,16 @@ class RunningTurns:
             raise
         except (Stopped, asyncio.CancelledError) as stop:
             fault = (stop.fault if isinstance(stop, Stopped) else None) or Fault.CLIENT_LEFT
+            is_fenced = fault is Fault.CLOSED and self._store.is_fenced  # which aborts no trajectory any more
             now = self._clock()
-            self._driver.post(TurnFailed(now, turn.turn_id, turn.leg, fault, can_retry=False))
+            # A turn that waits ends for the scheduler only when nobody wants it any more.
+            cause = Fault.CLIENT_LEFT if is_fenced else fault
+            self._driver.post(TurnFailed(now, turn.turn_id, turn.leg, cause, can_retry=False))
             if isinstance(stop, asyncio.CancelledError):  # uvicorn's, when its shutdown timeout ends
                 told = shutting_down()
                 self._endings.close(turn, "stopped", dispatch, told, now)
                 raise told from None
-            if fault is Fault.CLOSED and self._store.is_fenced:  # which aborts no trajectory any more
+            if is_fenced:
                 self._endings.close(turn, "refused", dispatch, fenced(), now)
                 raise fenced() from None
             self._endings.close(turn, "left" if fault is Fault.CLIENT_LEFT else "aborted", dispatch, None, now)

@@ -124,7 +124,8 @@ async def test_the_write_that_meets_the_takeover_is_refused(
 
 
 async def test_turns_that_run_end_and_turns_that_wait_are_refused(redis: RedisServer) -> None:
-    """An engine has the work already; what waits is for the gateway that owns the fleet now."""
+    """An engine has the work already; what waits is for the gateway that owns the fleet now. Refused turns stayed in
+    the queue and got the slots of those that ended, so that turns seemed to run for ever."""
     one_slot = replace(load_profile("qwen3-14b-h100-tp1"), slots=1)
     async with (
         serve_engine(SimulatedEngineSettings(profile=one_slot)) as url,
@@ -146,8 +147,10 @@ async def test_turns_that_run_end_and_turns_that_wait_are_refused(redis: RedisSe
             assert (await first.post("/v1/trajectories", json={})).status_code == 503
             for answer in await asyncio.gather(*waits):
                 assert answer.status == 503 and answer.error("chat")["code"] == "fenced"
+            assert await are_waiting(first, base, 0)
             assert not runs.done(), "the test's premise"
             assert (await runs).is_finished("chat")
+            assert "heddle_running_turns 0.0" in (await first.get("/metrics")).text
             assert await is_fenced(first)
 
 
