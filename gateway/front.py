@@ -113,6 +113,8 @@ class Front:
             raise headers_too_large(self._settings.max_header_bytes)
         key = "" if path in OPEN_PATHS else self._access.client(scope["headers"])
         if self._store.is_fenced and scope["method"] not in _READS:
+            # This closes the connection; with some of the request unread, that would reset it, and lose the answer.
+            await client.read(self._max_body_bytes, self._settings.body_timeout_s)
             raise fenced()
         if path in TURN_ROUTES or path in PASSTHROUGH_ROUTES:
             if scope["method"] != "POST":

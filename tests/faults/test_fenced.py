@@ -14,7 +14,7 @@ from engines.children import free_port
 from engines.profiles import load_profile
 from engines.simulated.server import serve_engine
 from engines.simulated.settings import SimulatedEngineSettings
-from tests.faults.asking import are_waiting, ask, body_of
+from tests.faults.asking import are_waiting, ask, body_of, raw, request_bytes
 from tests.support.gateway import ADMIN, eventually, running_gateway
 from tests.support.redis_server import RedisServer
 from tests.weights.gateway_client import engine, engines, update
@@ -152,6 +152,16 @@ async def test_turns_that_run_end_and_turns_that_wait_are_refused(redis: RedisSe
             assert (await runs).is_finished("chat")
             assert "heddle_running_turns 0.0" in (await first.get("/metrics")).text
             assert await is_fenced(first)
+
+
+async def test_a_long_request_is_read_before_it_is_refused(redis: RedisServer) -> None:
+    """Its connection is closed then; while part of the request was unread, that reset it, and the answer was lost."""
+    async with gateway_at(redis) as first, gateway_at(redis):
+        await eventually(lambda: is_fenced(first))
+        base = str(first.base_url).rstrip("/")
+        asked = request_bytes("chat", body_of("chat", text="word " * 1_000_000), {})
+        answer = await raw(base, asked, timeout_s=60)
+        assert answer.startswith(b"HTTP/1.1 503 ") and b'"code":"fenced"' in answer
 
 
 async def test_a_fenced_gateway_gives_no_engine_its_old_weights(redis: RedisServer) -> None:
