@@ -348,9 +348,11 @@ class Controller:
             self._tasks.pop(server_id, None)
             self._num_changes += 1
             if alarm:
-                if before != (step, why):
+                if before == (step, why):  # it was logged, also if a look at the gateway has ended the alarm since then
+                    self.alarms[alarm] = why
+                else:
                     self._clear(alarm)  # so that another cause is logged, too
-                self._alarm(alarm, why)
+                    self._alarm(alarm, why)
                 self._hindered[server_id] = step, why
             else:  # else it is tried again after `observe_interval_s`: at once, it would fail again
                 self._wake.set()

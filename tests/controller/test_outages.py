@@ -53,11 +53,14 @@ NUM_LOOKS = 3
 
 
 @asynccontextmanager
-async def controller_of(run: Run, to_launcher: Points | None = None, **changes: Any) -> AsyncIterator[Controller]:
+async def controller_of(
+    run: Run, to_launcher: Points | None = None, to_gateway: Points | None = None, **changes: Any
+) -> AsyncIterator[Controller]:
     """A controller, not running yet, of a run's fleet with these fields changed."""
     fleet, points = run.fleet.model_copy(update=changes), Fuse()
     journal = Journal(fleet.state_dir / "journal.jsonl")
-    launcher, gateway = MemoryLauncher(run.cluster, to_launcher or points), MemoryGateway(run.cluster, points)
+    launcher = MemoryLauncher(run.cluster, to_launcher or points)
+    gateway = MemoryGateway(run.cluster, to_gateway or points)
     made = Controller(fleet, launcher, gateway, MemoryDemand(run.cluster), journal)  # type: ignore[arg-type]
     try:
         yield made
@@ -309,17 +312,18 @@ async def test_a_machine_that_cannot_launch_now_is_no_defect(memory_folder: Path
             assert not made.journal.state.failures
 
 
-@pytest.mark.parametrize("kind", [OSError, RuntimeError])
+@pytest.mark.parametrize(("who", "kind"), [("launcher", OSError), ("launcher", RuntimeError), ("gateway", GatewayAway)])
 async def test_a_step_that_is_tried_again_is_logged_when_its_cause_changes(
-    kind: type[Exception], memory_folder: Path, caplog: pytest.LogCaptureFixture
+    who: str, kind: type[Exception], memory_folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each try was logged, one a second, a defect with its traceback; and another cause was not."""
+    """Each try was logged, one a second, a defect with its traceback; and another cause was not. A gateway that lists
+    its engines, but cannot change them (another one has its store), ends the alarm with each look."""
     caplog.set_level(logging.INFO)
     async with answering_engines() as port:
         run = run_in(memory_folder / "again", port)
         run.cluster.devices = ("cpu0",)
         line = Line(kind("a full disk"))
-        async with controller_of(run, line, first=(1,)) as made, running(made):
+        async with controller_of(run, **{f"to_{who}": line}, first=(1,)) as made, running(made):
 
             async def tries(cause: str) -> None:
                 line.fault, line.num_passed = kind(cause), 0
