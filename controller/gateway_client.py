@@ -98,16 +98,17 @@ class GatewayClient:
             said = await response.body(64 * 2**20, _TIMEOUT_S)
         except FAULTS as fault:
             raise GatewayAway(f"{asked}: {str(fault) or type(fault).__name__}") from None
-        if response.status >= 500:
-            raise GatewayAway(f"{asked}: status {response.status}")
         if response.status == 404 and method != "GET":
             return None  # it is already gone
+        is_away = response.status >= 500
         try:
             answer = orjson.loads(said)
         except orjson.JSONDecodeError:
-            raise GatewayAway(f"{asked}: not the answer of a gateway") from None
+            why = f"status {response.status}" if is_away else "not the answer of a gateway"
+            raise GatewayAway(f"{asked}: {why}") from None
         if response.status >= 400:
-            raise GatewayRefused(f"{asked}: {_message(answer) or f'status {response.status}'}")
+            kind = GatewayAway if is_away else GatewayRefused
+            raise kind(f"{asked}: {_message(answer) or f'status {response.status}'}")
         return answer
 
     def _asked(self, method: str, target: str) -> str:

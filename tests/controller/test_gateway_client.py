@@ -33,3 +33,18 @@ async def test_answers_of_other_servers_count_as_gateway_errors(status: int, bod
         with pytest.raises(DemandAway, match=f"^the gateway at {server.url}: GET /v1/demand|^the gateway's report"):
             await AskedDemand(gateway).work()
         gateway.close()
+
+
+async def test_a_gateway_that_answers_5xx_is_quoted() -> None:
+    """One whose store another gateway has, or that shuts down, says so. All that was told was `status 503`, as of one
+    that does not answer."""
+    async with recorded_engine(SimulatedEngineSettings()) as server:
+        said = "Another gateway has taken over the store of this one."
+        body = b'{"error":{"message":"%b","type":"server_error","param":null,"code":"fenced"}}' % said.encode()
+        server.scripts |= {path: fixed(503, body) for path in ("/v1/engines", "/v1/engines/a/uncordon")}
+        gateway = GatewayClient(server.url, "key")
+        with pytest.raises(GatewayAway, match=f"GET /v1/engines: {said}$"):
+            await gateway.engines()
+        with pytest.raises(GatewayAway, match=f"POST /v1/engines/a/uncordon: {said}$"):
+            await gateway.uncordon("a")
+        gateway.close()
