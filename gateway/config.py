@@ -112,7 +112,7 @@ class Settings(BaseSettings):
     )
 
     api_keys: Annotated[tuple[Annotated[Key, Field(min_length=1)], ...], NoDecode] = Field(
-        (), description="Keys that clients must send; with none, anybody may use the gateway."
+        (), description="Keys that clients must send; without these and `agent_keys`, anybody may use the gateway."
     )
     admin_key: Key | None = Field(None, description="Required to change the fleet; without one, changes are refused.")
     agent_keys: Annotated[tuple[Annotated[Key, Field(min_length=1)], ...], NoDecode] = Field(
