@@ -191,7 +191,8 @@ class Drivers:
                 finally:
                     http.close()
         except TimeoutError:
-            lack = self._waits_for(server_id) or lack
+            server = self._server(server_id)
+            lack = (server is not None and server.waits_for) or lack
             raise StartFailed(f"not ready in {self._fleet.limits.start_timeout_s:g} s: {lack}") from None
 
     async def _warm_up(self, http: HttpClient) -> None:
@@ -250,14 +251,16 @@ class Drivers:
             if member.url == url:
                 await act(member.engine_id)
 
+    def _server(self, server_id: str) -> Server | None:
+        return next((one for one in self._servers() if one.spec.server_id == server_id), None)
+
     def _url(self, server_id: str) -> str | None:
-        return next((one.url for one in self._servers() if one.spec.server_id == server_id), None)
+        server = self._server(server_id)
+        return None if server is None else server.url
 
     def _tp(self, server_id: str) -> int:
-        return next((one.spec.tp for one in self._servers() if one.spec.server_id == server_id), 0)
-
-    def _waits_for(self, server_id: str) -> str:
-        return next((one.waits_for for one in self._servers() if one.spec.server_id == server_id), "")
+        server = self._server(server_id)
+        return 0 if server is None else server.spec.tp
 
     def _begins(self, phase: str, server_id: str) -> None:
         self._began[phase, server_id] = time.monotonic()

@@ -353,8 +353,8 @@ class Controller:
                 else:
                     self._clear(alarm)  # so that another cause is logged, too
                     self._alarm(alarm, why)
-                self._hindered[server_id] = step, why
-            else:  # else it is tried again after `observe_interval_s`: at once, it would fail again
+                self._hindered[server_id] = step, why  # tried again after `observe_interval_s`: it would fail at once
+            else:
                 self._wake.set()
 
     def _changed(self) -> None:
