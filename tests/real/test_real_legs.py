@@ -229,10 +229,11 @@ async def test_a_killed_gateway_regenerates_no_stored_token(real_engines: list[L
         bodies = [chat(7_000 + 100 * round_number + n, length, ignore_eos=True) for n in range(num)]
         expected = [content["text"] for content in await undisturbed_contents(client, real_engines, bodies)]
         generated_before = await generated_by(client, *real_engines)
-        async with gateway_process(
-            "--store", store, *options, **{f"HEDDLE_{name.upper()}": str(value) for name, value in settings.items()}
-        ) as gateway:
-            sdk = sdk_of(gateway.url)
+        environment = {f"HEDDLE_{name.upper()}": str(value) for name, value in settings.items()}
+        async with (
+            gateway_process("--store", store, *options, **environment) as gateway,
+            sdk_of(gateway.url) as sdk,
+        ):
             asked = [asyncio.create_task(sdk_answer(sdk, n, body)) for n, body in enumerate(bodies)]
 
             async def is_half_received() -> bool:
@@ -275,8 +276,10 @@ async def test_a_gateway_killed_under_its_keeper_regenerates_no_token(
         expected = [content["text"] for content in await undisturbed_contents(client, real_engines, bodies)]
         generated_before = await generated_when_idle(client, real_engines)
         num_in_the_middle = 0
-        async with kept_gateway("--store", store, *options, **environment) as gateway:
-            sdk = sdk_of(gateway.url)
+        async with (
+            kept_gateway("--store", store, *options, **environment) as gateway,
+            sdk_of(gateway.url) as sdk,
+        ):
             asked = [asyncio.create_task(sdk_answer(sdk, n, body, n % 2 == 0)) for n, body in enumerate(bodies)]
             for part in (1, 2, 3):
 
@@ -307,7 +310,7 @@ def tokens_received(event_log: Path) -> dict[str, int]:
 
 
 def sdk_of(url: str) -> Any:
-    """An SDK that retries until the next gateway serves."""
+    """An SDK that retries until the next gateway serves. It must be closed: see docs/frameworks.md."""
     from openai import AsyncOpenAI
 
     return AsyncOpenAI(base_url=url + "/v1", api_key="none", max_retries=20, timeout=600)
