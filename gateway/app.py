@@ -160,7 +160,7 @@ async def _serving(
     trajectories = Trajectories(settings, clock, driver, ledger, store, memory.predictor, passes)
     engines = Engines(fleet, driver, event_log, kv, settings.heartbeat_s, by_tokens)
     tokens = Tokens(settings, scheduler, ledger, store, book, passes)
-    parts = (access, health, trajectories, engines, tokens, weights, demand, overview, turns, passthrough)
+    parts = (access, health, trajectories, engines, tokens, weights, demand, overview)
     api = with_parts(build_api(), parts)
     store.on_loss(memory.rewrite)
     await fleet.start()

@@ -1,7 +1,7 @@
 """The gateway's ASGI application: the hot routes go straight to `turns`, all others to FastAPI.
 
 FastAPI costs 140 us a request and about as much again per 64-chunk stream, and a turn needs nothing of it. The hot
-routes are still declared there for its documentation, and answer alike if reached through it.
+routes are declared there only for its documentation.
 """
 
 import asyncio

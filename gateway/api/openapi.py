@@ -1,16 +1,11 @@
-"""Declares the hot routes in FastAPI: for its documentation, and so that they answer alike below and through it."""
+"""Declares the hot routes in FastAPI, for its documentation; `front.py` serves them."""
 
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import FastAPI, Request, Response
-from starlette.types import Receive, Scope, Send
+from fastapi import FastAPI, Response
+from starlette.exceptions import HTTPException
 
 from engines.upstream import SGLANG_GENERATE, VLLM_GENERATE
-from gateway.api.parts import part
-from gateway.http.client import AsgiClient
-from gateway.http.outlet import Outlet
-from gateway.passthrough import PASSTHROUGH_ROUTES, Passthrough
-from gateway.turns.turns import TURN_ROUTES, Turns
 
 _MESSAGES = {"type": "array", "items": {"type": "object", "required": ["role"]}}
 _MODEL = {"type": "string", "description": "A name from /v1/models."}
@@ -82,24 +77,13 @@ _STATUSES = (400, 401, 404, 408, 409, 413, 429, 431, 500, 502, 503, 504)
 def declare_hot_routes(app: FastAPI) -> None:
     """Add the routes of turns, and those that are passed through, to FastAPI."""
 
-    async def turn_response(turns: Annotated[Turns, part(Turns)], request: Request) -> Response:
-        path = request.scope["path"]
-        return _Served(lambda client: turns.serve(client, path, ""))
-
-    async def passed_response(passthrough: Annotated[Passthrough, part(Passthrough)], request: Request) -> Response:
-        path = request.scope["path"]
-
-        async def serve(client: AsgiClient) -> None:
-            outlet = Outlet(client, PASSTHROUGH_ROUTES[path], "", keeps=False, max_kept_bytes=0)
-            await passthrough.serve(client, outlet, path)
-            await client.drain()
-
-        return _Served(serve)
+    async def not_served_here() -> Response:
+        raise HTTPException(404)  # only a path with a newline behind it comes here: Starlette's patterns overlook that
 
     for path, (summary, fields, required) in _BODIES.items():
         app.add_api_route(
             path,
-            turn_response if path in TURN_ROUTES else passed_response,
+            not_served_here,
             methods=["POST"],
             tags=["openai"],
             summary=summary,
@@ -108,17 +92,6 @@ def declare_hot_routes(app: FastAPI) -> None:
             operation_id=path.strip("/").replace("/", "_"),
         )
     _describe_errors(app)
-
-
-class _Served(Response):
-    """A response that serves the request itself."""
-
-    def __init__(self, serve: Any) -> None:
-        super().__init__()
-        self._serve = serve
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._serve(AsgiClient(scope, receive, send))
 
 
 def _described(path: str, fields: dict[str, Any], required: list[str]) -> dict[str, Any]:

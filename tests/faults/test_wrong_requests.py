@@ -251,7 +251,8 @@ async def test_without_a_ready_engine_the_error_says_why(client: httpx.AsyncClie
     ["/v1", "/v2/chat/completions", "/v1/chat", "/sleep", "/wake_up", "/collective_rpc", "/v1/load_lora_adapter",
      "/pause", "/reset_prefix_cache", "/abort_requests", "/update_weights", "/flush_cache",
      "/v1/chat/completions/render", "/v1/../sleep", "/v1/%2e%2e/sleep", "//sleep",
-     "/t/x/v1/../sleep", "/t/x/sleep", "/t/x/v1/nope", "/%ff", "/v1/trajectories/", "/simulate/faults"],
+     "/t/x/v1/../sleep", "/t/x/sleep", "/t/x/v1/nope", "/%ff", "/v1/trajectories/", "/simulate/faults",
+     "/v1/chat/completions%0A", "/t/x/v1/messages%0A", "/tokenize%0A"],
 )  # fmt: skip
 async def test_an_unknown_route_gets_404_or_405_and_reaches_no_engine(client: httpx.AsyncClient, path: str) -> None:
     """Above all an engine's control routes."""
