@@ -141,9 +141,7 @@ class Engines:
         rooms = {model.model_id: self._room_for(model.model_id) for model in server.models}
         engine_ids = {member.engine_id for member in server.members}
         for turn in self._driver.live_turns():
-            if not isinstance(turn, Turn) or turn.engine_id not in engine_ids:
-                continue
-            if self._context_tokens(turn) < rooms.get(turn.ask.model, 0):
+            if turn.engine_id in engine_ids and self._context_tokens(turn) < rooms.get(turn.ask.model, 0):
                 turn.pause()
 
     def _room_for(self, model: str) -> float:

@@ -167,7 +167,7 @@ class Trajectories:
                 "chunks": turn.num_chunks,
             }
             for turn in self._driver.live_turns()
-            if isinstance(turn, Turn) and turn.ask.trajectory_id == trajectory_id
+            if turn.ask.trajectory_id == trajectory_id
         ]
 
     async def rollout(self, rollout_id: str) -> dict[str, Any]:

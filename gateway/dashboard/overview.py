@@ -15,7 +15,6 @@ from gateway.metrics import Metrics
 from gateway.passes import Passes
 from gateway.state.driver import Driver
 from gateway.state.ledger import Entry, Ledger
-from gateway.turns.turn import Turn
 from scheduling.types import TrajectoryRecord, TrajectoryState
 
 # A look is shown to everybody who asks within a second, and for longer if it took long: looks take at most this share
@@ -189,10 +188,9 @@ class Overview:
     def _live_turns(self) -> dict[str, _Live]:
         live: dict[str, _Live] = {}
         for turn in self._driver.live_turns():
-            if isinstance(turn, Turn):
-                known = live.setdefault(turn.ask.trajectory_id, _Live())
-                known.is_running = known.is_running or bool(turn.engine_id)
-                known.num_chunks += turn.num_chunks
+            known = live.setdefault(turn.ask.trajectory_id, _Live())
+            known.is_running = known.is_running or bool(turn.engine_id)
+            known.num_chunks += turn.num_chunks
         return live
 
     def _sample(self) -> tuple[float, int, int, float, int]:

@@ -2,11 +2,12 @@
 
 import asyncio
 from collections.abc import Callable
-from typing import Protocol, assert_never
+from typing import assert_never
 
 from gateway.clock import Clock
 from gateway.state.eventlog import EventLog
 from gateway.state.ledger import Ledger
+from gateway.turns.turn import Turn
 from scheduling.scheduler import TICK_S, Scheduler
 from scheduling.types import (
     ACTIVE,
@@ -22,30 +23,6 @@ from scheduling.types import (
     Tick,
     TrajectoryRecord,
 )
-
-
-class LiveTurn(Protocol):
-    """A turn whose client is being served; the scheduler's decisions on it arrive here."""
-
-    engine_id: str
-
-    def pause(self) -> bool:
-        """Stop the running leg, to be dispatched again; False if it cannot be paused."""
-
-    def dispatched(self, dispatch: Dispatch) -> None:
-        """Run this leg; if it is to be sent later, once it is released."""
-
-    def release(self) -> None:
-        """Send the leg that was held."""
-
-    def rejected(self, reject: Reject) -> None:
-        """The turn will not be served."""
-
-    def aborted(self, abort: Abort) -> None:
-        """Stop the running leg."""
-
-    def preempted(self, preempt: Preempt) -> None:
-        """Pause the running leg, if possible."""
 
 
 class Driver:
@@ -74,19 +51,19 @@ class Driver:
         self._on_closed = on_closed
         self._on_forget = on_forget
         self._on_move = on_move
-        self._live: dict[str, LiveTurn] = {}
+        self._live: dict[str, Turn] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
 
-    def begin(self, turn_id: str, turn: LiveTurn) -> None:
-        """Send decisions on this turn to `turn`, until `end`."""
-        self._live[turn_id] = turn
+    def begin(self, turn: Turn) -> None:
+        """Tell this turn what the scheduler decides, until `end`."""
+        self._live[turn.turn_id] = turn
 
     def end(self, turn_id: str) -> None:
         """The turn is over."""
         del self._live[turn_id]
 
-    def live_turns(self) -> list[LiveTurn]:
+    def live_turns(self) -> list[Turn]:
         """All turns between `begin` and `end`."""
         return list(self._live.values())
 

@@ -85,7 +85,7 @@ class RunningTurns:
         except Refused:
             self.give_up(turn)
             raise
-        self._driver.begin(turn.turn_id, turn)
+        self._driver.begin(turn)
         if ask.wants_stream:
             turn.heartbeat = Heartbeat(turn.outlet, self._settings.heartbeat_s)
         client.when_left(turn.left)
@@ -99,7 +99,7 @@ class RunningTurns:
     def refuse_waiting(self) -> None:
         """Refuse the turns that wait, because another gateway has taken over the fleet. Those that run go on."""
         for turn in self._driver.live_turns():
-            if isinstance(turn, Turn) and turn.is_waiting:
+            if turn.is_waiting:
                 turn.stop(Fault.CLOSED)
 
     def over(self, turn: Turn, client: Client) -> None:

@@ -12,7 +12,6 @@ from gateway.config import Settings
 from gateway.fleet.server import Server
 from gateway.http.errors import ApiError, api_error
 from gateway.http.refusals import Refused
-from gateway.state.driver import LiveTurn
 from gateway.state.ledger import Ledger
 from gateway.turns.outcome import LegFailed, Stopped
 from gateway.turns.turn import Turn
@@ -47,17 +46,16 @@ class Staleness:
         if version is not None and not (self._restarts and turn.begin_again()):
             raise self._failed(version)
 
-    def stop_stale(self, turns: Iterable[LiveTurn], server: Server) -> None:
+    def stop_stale(self, turns: Iterable[Turn], server: Server) -> None:
         """Stop turns that became too stale when their server took new weights."""
         if self._limit is None:
             return
         engine_ids = {member.engine_id for member in server.members}
         for turn in turns:
-            if not isinstance(turn, Turn) or turn.engine_id not in engine_ids:
-                continue
-            turn.stale_version = self._stale(turn, turn.versions_made or turn.versions)
-            if turn.stale_version is not None:
-                turn.stop(Fault.ENGINE)
+            if turn.engine_id in engine_ids:
+                turn.stale_version = self._stale(turn, turn.versions_made or turn.versions)
+                if turn.stale_version is not None:
+                    turn.stop(Fault.ENGINE)
 
     def stopped(self, turn: Turn) -> LegFailed | Stopped:
         """How the leg of a turn stopped for staleness ended: a turn that begins again paused without any output."""

@@ -20,8 +20,8 @@ from gateway.config import Settings
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.server import EngineState, Server
 from gateway.http.refusals import bad_request, conflict
-from gateway.state.driver import LiveTurn
 from gateway.turnlog import LOGGER
+from gateway.turns.turn import Turn
 from gateway.weights.record import WeightRecord
 from gateway.weights.staleness import Staleness
 from gateway.weights.steps import UpdateProgress, give_weights
@@ -96,7 +96,7 @@ class WeightUpdates:
         store: Store,
         record: WeightRecord,
         staleness: Staleness,
-        live_turns: Callable[[], list[LiveTurn]],
+        live_turns: Callable[[], list[Turn]],
     ) -> None:
         self._settings = settings
         self._clock = clock
