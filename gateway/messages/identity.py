@@ -36,7 +36,6 @@ _HEADER_FORMS = (
     b"session-id",
     b"x-correlation-id",
 )
-_HEADER_LABELS = tuple((name, name.decode()) for name in _HEADER_FORMS)
 # The part of a session that runs by itself: a session's agents and threads are distinct trajectories.
 _PARTS = {b"x-claude-code-session-id": b"x-claude-code-agent-id", b"session-id": b"thread-id"}
 _HINT_HEADERS = frozenset({b"x-dynamo-request-priority", b"x-dynamo-request-strict-priority"})
@@ -59,13 +58,11 @@ class Hints:
 
 @value_class(frozen=True, slots=True)
 class Identity:
-    """Who sent a request. `source` names the form that gave `trajectory_id`, "" if none did.
-
-    `strong` is False if there is no id, or one that may stand for several trajectories at once (`user`).
+    """Who sent a request. `strong` is False if there is no id, or one that may stand for several trajectories at once
+    (`user`).
     """
 
     trajectory_id: str | None
-    source: str
     strong: bool
     group_id: str | None
     rollout_id: str | None
@@ -88,13 +85,11 @@ def identify(path: str, headers: Mapping[bytes, bytes], body: Mapping[str, Any])
     """
     metadata = _object(body.get("metadata"))
     context = _agentic_context(body) if "vllm_xargs" in body else _NOTHING
-    trajectory_id, source = _from_head(path, headers)
-    strong = True
+    trajectory_id, strong = trajectory_in_head(path, headers), True
     if trajectory_id is None:
-        trajectory_id, source, strong = _from_body(body, metadata, context)
+        trajectory_id, strong = _from_body(body, metadata, context)
     return Identity(
         trajectory_id,
-        source,
         strong,
         _named(headers, metadata, b"x-group-id", "group_id"),
         _named(headers, metadata, b"x-rollout-id", "rollout_id"),
@@ -106,7 +101,8 @@ def identify(path: str, headers: Mapping[bytes, bytes], body: Mapping[str, Any])
 
 def trajectory_in_head(path: str, headers: Mapping[bytes, bytes]) -> str | None:
     """The trajectory that `identify` finds whatever the body says; None if there is no such. Raises: IdentityError."""
-    return _from_head(path, headers)[0]
+    trajectory_id = strip_identity_path(path)[0] if path.startswith(_PATH_PREFIXES) else None
+    return trajectory_id if trajectory_id is not None else _from_headers(headers)
 
 
 def strip_identity_path(path: str) -> tuple[str | None, str]:
@@ -125,31 +121,28 @@ def strip_identity_path(path: str) -> tuple[str | None, str]:
         raise IdentityError("The trajectory id in the path is not UTF-8.") from None
 
 
-def _from_head(path: str, sent: Mapping[bytes, bytes]) -> tuple[str | None, str]:
-    trajectory_id = strip_identity_path(path)[0] if path.startswith(_PATH_PREFIXES) else None
-    return (trajectory_id, "path") if trajectory_id is not None else _from_headers(sent)
-
-
-def _from_headers(sent: Mapping[bytes, bytes]) -> tuple[str | None, str]:
-    for name, label in _HEADER_LABELS:
+def _from_headers(sent: Mapping[bytes, bytes]) -> str | None:
+    for name in _HEADER_FORMS:
         if name in sent:
+            label = name.decode()
             trajectory_id = _id(sent[name], label)
             if trajectory_id is not None:
                 part = _PARTS.get(name)
-                return (_joined(trajectory_id, sent.get(part), label) if part else trajectory_id), label
-    return None, ""
+                return _joined(trajectory_id, sent.get(part), label) if part else trajectory_id
+    return None
 
 
 def _from_body(
     body: Mapping[str, Any], metadata: Mapping[str, Any], context: Mapping[str, Any]
-) -> tuple[str | None, str, bool]:
-    for value, source in _body_forms(body, metadata, context):
-        if value is not None and (trajectory_id := _id(value, source)) is not None:
-            return trajectory_id, source, True
-    for value, source in ((body.get("user"), "user"), (_session_of(metadata.get("user_id")), "metadata.user_id")):
+) -> tuple[str | None, bool]:
+    """The id, and whether it is a strong one."""
+    for value, where in _body_forms(body, metadata, context):
+        if value is not None and (trajectory_id := _id(value, where)) is not None:
+            return trajectory_id, True
+    for value in (body.get("user"), _session_of(metadata.get("user_id"))):
         if value is not None and (trajectory_id := _id_or_none(value)) is not None:
-            return trajectory_id, source, False
-    return None, "", False
+            return trajectory_id, False
+    return None, False
 
 
 def _body_forms(
