@@ -184,7 +184,7 @@ class Front:
 
     async def _pass(self, client: Client, path: str) -> None:
         request_id = os.urandom(16).hex()
-        outlet = Outlet(client, PASSTHROUGH_ROUTES[path], request_id, keeps=False, max_kept_bytes=0)
+        outlet = Outlet(client, PASSTHROUGH_ROUTES[path], request_id)
         try:
             await self._passthrough.serve(client, outlet, path)
         except Refused as refused:
@@ -200,7 +200,7 @@ class Front:
         if path in TURN_ROUTES:
             self._metrics.refused.labels(str(refused.error.status)).inc()
         api = TURN_ROUTES.get(path) or PASSTHROUGH_ROUTES.get(path) or "other"
-        Outlet(client, api, os.urandom(16).hex(), keeps=False, max_kept_bytes=0).refuse(refused)
+        Outlet(client, api, os.urandom(16).hex()).refuse(refused)
         await client.drain()
 
 

@@ -24,7 +24,7 @@ class Outlet:
 
     Args:
         client: the receiver; None for an answer that was sent before.
-        keeps: whether others may follow; a huge answer ends that at `max_kept_bytes`.
+        max_kept_bytes: others may follow, until the answer is longer than this; None if none may.
 
     Attributes:
         has_begun: some of the answer is out, so the turn cannot start over.
@@ -35,7 +35,7 @@ class Outlet:
         recall: asks the byte worker that passes the answer on to return it; None while none does.
     """
 
-    def __init__(self, client: Client | None, api: Api, request_id: str, keeps: bool, max_kept_bytes: int) -> None:
+    def __init__(self, client: Client | None, api: Api, request_id: str, max_kept_bytes: int | None = None) -> None:
         self.headers: Headers = b"x-request-id: %b\r\n" % request_id.encode()
         self.has_begun = False
         self.num_events = 0
@@ -47,8 +47,8 @@ class Outlet:
         self._api = api
         self._request_id = request_id
         self._head: tuple[int, Headers, int | None] | None = None
-        self.kept: list[bytes] | None = [] if keeps else None
-        self._max_kept_bytes = max_kept_bytes
+        self.kept: list[bytes] | None = None if max_kept_bytes is None else []
+        self._max_kept_bytes = max_kept_bytes or 0
         self._has_ended = False
         self._followers: list[asyncio.Future[None]] = []
         self._num_following = 0
@@ -202,7 +202,7 @@ def sent_outlet(
     Args:
         engine_id: "" if it is unknown, as for an answer that an earlier process sent.
     """
-    outlet = Outlet(None, api, request_id, keeps=True, max_kept_bytes=len(body))
+    outlet = Outlet(None, api, request_id, max_kept_bytes=len(body))
     outlet.headers += b"x-trajectory-id: %b\r\n" % trajectory_id.encode()
     outlet.engine_id, outlet.queued_ms = engine_id, queued_ms
     if is_stream:

@@ -89,7 +89,7 @@ class Turns:
             body = await client.read(settings.max_body_bytes, settings.body_timeout_s)
         except Refused as refused:
             turn_id = new_id()
-            outlet = Outlet(client, TURN_ROUTES[path], turn_id, keeps=False, max_kept_bytes=0)
+            outlet = Outlet(client, TURN_ROUTES[path], turn_id)
             outlet.headers += named(client.scope, b"")
             self._endings.tell(refused, outlet, turn_id)
         except ClientLeft:
@@ -113,7 +113,7 @@ class Turns:
         body = body.removeprefix(BOM_UTF8)  # which JSON forbids, and engines skip
         turn_id = new_id()
         api = TURN_ROUTES[path]
-        outlet = Outlet(client, api, turn_id, keeps=True, max_kept_bytes=self._max_answer_bytes)
+        outlet = Outlet(client, api, turn_id, self._max_answer_bytes)
         try:
             try:
                 ask = self._reader.ask(client.scope, api, path, body)

@@ -32,7 +32,7 @@ async def _never() -> Message:
 
 def begun() -> tuple[Outlet, Received, AsgiClient]:
     """A stream that is shorter than what is kept, and a client that wants it too."""
-    outlet = Outlet(None, "chat", "t", keeps=True, max_kept_bytes=MAX_KEPT)
+    outlet = Outlet(None, "chat", "t", max_kept_bytes=MAX_KEPT)
     outlet.stream(BEGINNING)
     received = Received()
     return outlet, received, AsgiClient({}, _never, received.take)

@@ -18,7 +18,7 @@ LOST = Abort("t", 1, Fault.ENGINE)
 
 def new_turn() -> Turn:
     ask = Ask("chat", "/v1/chat/completions", "m", b"{}", {}, "trajectory", "group", None, 0, True)
-    return Turn("t", ask, Outlet(None, "chat", "t", keeps=True, max_kept_bytes=100), 0.0, "")
+    return Turn("t", ask, Outlet(None, "chat", "t", max_kept_bytes=100), 0.0, "")
 
 
 async def waiting(turn: Turn) -> "asyncio.Task[Dispatch]":
