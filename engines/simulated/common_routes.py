@@ -1,16 +1,14 @@
-"""Routes that both engines have in the same form: models, messages, responses, tokens, embeddings."""
+"""Routes that both engines have in the same form: models, chats, completions, tokens of a text, embeddings."""
 
 import base64
 import struct
 from functools import partial
 from zlib import crc32
 
-from engines.simulated.anthropic_api import anthropic_routes
 from engines.simulated.dialect import Dialect
-from engines.simulated.exchange import ApiError, Exchange, InvalidField
-from engines.simulated.fields import Body, flag, items
-from engines.simulated.openai_api import chat_prompt, prompts_of
-from engines.simulated.responses_api import responses_routes
+from engines.simulated.exchange import Exchange, InvalidField
+from engines.simulated.fields import Body, flag
+from engines.simulated.openai_api import chat_completions, chat_prompt, completions, prompts_of
 from engines.simulated.routes import Routes
 from engines.simulated.service import EngineService
 from engines.simulated.text import packed
@@ -21,11 +19,10 @@ _EMBEDDING_SIZE = 32
 def common_routes(service: EngineService, dialect: Dialect) -> Routes:
     """The table of these routes."""
     return {
-        **anthropic_routes(service, dialect),
-        **responses_routes(service, dialect),
         ("GET", "/v1/models"): partial(_models, service),
+        ("POST", "/v1/chat/completions"): partial(chat_completions, service, dialect),
+        ("POST", "/v1/completions"): partial(completions, service, dialect),
         ("POST", "/tokenize"): partial(_tokenize, service, dialect),
-        ("POST", "/detokenize"): partial(_detokenize, service, dialect),
         ("POST", "/v1/embeddings"): partial(_embeddings, service, dialect),
     }
 
@@ -61,18 +58,6 @@ async def _tokenize(service: EngineService, dialect: Dialect, exchange: Exchange
     if flag(body, "return_token_strs"):
         answer["token_strs"] = [service.tokenizer.decode([id]) for id in ids]
     await exchange.respond_json(answer)
-
-
-async def _detokenize(service: EngineService, dialect: Dialect, exchange: Exchange) -> None:
-    body = await exchange.json()
-    dialect.check_model(body)
-    ids = items(body, "tokens")
-    try:
-        packed(ids)
-    except ValueError as error:
-        raise ApiError(400, str(error), param="tokens") from error
-    text = service.tokenizer.decode(ids)
-    await exchange.respond_json({"prompt": text, "text": text})
 
 
 async def _embeddings(service: EngineService, dialect: Dialect, exchange: Exchange) -> None:

@@ -7,7 +7,6 @@ from functools import partial
 from engines.simulated.common_routes import common_routes, model_card
 from engines.simulated.exchange import ApiError, Exchange
 from engines.simulated.fields import Body, flag
-from engines.simulated.openai_api import chat_completions, completions
 from engines.simulated.routes import Routes
 from engines.simulated.service import EngineService
 from engines.simulated.sglang_anthropic import anthropic_routes
@@ -31,8 +30,6 @@ def sglang_routes(service: EngineService, dialect: SglangDialect) -> Routes:
         **SglangSleepRoutes(service, dialect).table(),
         ("POST", "/v1/tokenize"): common["POST", "/tokenize"],
         **message_routes(service),
-        ("POST", "/v1/chat/completions"): partial(chat_completions, service, dialect),
-        ("POST", "/v1/completions"): partial(completions, service, dialect),
         ("POST", "/generate"): partial(generate, service, dialect),
         ("GET", f"/v1/models/{service.settings.model}"): control.model,
         ("GET", "/metrics"): control.metrics,

@@ -7,14 +7,16 @@ from typing import Any
 import orjson
 
 from engines.kv_connectors import kv_transfer_config, nixl_connector, tier_connector
+from engines.simulated.anthropic_api import anthropic_routes
 from engines.simulated.common_routes import common_routes
 from engines.simulated.exchange import ApiError, Exchange
 from engines.simulated.fields import items
-from engines.simulated.openai_api import chat_completions, completions
+from engines.simulated.responses_api import responses_routes
 from engines.simulated.routes import Routes
 from engines.simulated.service import EngineService
 from engines.simulated.settings import SimulatedEngineSettings
 from engines.simulated.sleep import VllmSleepRoutes
+from engines.simulated.text import packed
 from engines.simulated.vllm_dialect import VERSION, VllmDialect, query_value
 from engines.simulated.vllm_tokens import token_routes
 from engines.simulated.weights import VllmWeightRoutes
@@ -25,11 +27,12 @@ def vllm_routes(service: EngineService, dialect: VllmDialect) -> Routes:
     control = _Control(service)
     return {
         **common_routes(service, dialect),
+        **anthropic_routes(service, dialect),
+        **responses_routes(service, dialect),
         **token_routes(service, dialect),
         **VllmWeightRoutes(service).table(),
         **VllmSleepRoutes(service).table(),
-        ("POST", "/v1/chat/completions"): partial(chat_completions, service, dialect),
-        ("POST", "/v1/completions"): partial(completions, service, dialect),
+        ("POST", "/detokenize"): partial(_detokenize, service, dialect),
         ("GET", "/metrics"): partial(_metrics, dialect),
         ("GET", "/health"): _empty,
         ("GET", "/ping"): _empty,
@@ -138,6 +141,18 @@ def _object(raw: bytes) -> dict[str, object]:
     except orjson.JSONDecodeError as error:
         raise ApiError(400, f"Invalid JSON: {error}") from error
     return value if isinstance(value, dict) else {}
+
+
+async def _detokenize(service: EngineService, dialect: VllmDialect, exchange: Exchange) -> None:
+    body = await exchange.json()
+    dialect.check_model(body)
+    ids = items(body, "tokens")
+    try:
+        packed(ids)
+    except ValueError as error:
+        raise ApiError(400, str(error), param="tokens") from error
+    text = service.tokenizer.decode(ids)
+    await exchange.respond_json({"prompt": text, "text": text})
 
 
 async def _metrics(dialect: VllmDialect, exchange: Exchange) -> None:
