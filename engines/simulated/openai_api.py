@@ -66,8 +66,6 @@ def chat_asked(service: EngineService, dialect: Dialect, exchange: Exchange, bod
     """What a chat body asks for."""
     dialect.check_model(body)
     dialect.check_chat(body)
-    if service.settings.dialect == "sglang" and flag(body, "stream") and flag(body, "return_token_ids"):
-        raise ApiError(400, "return_token_ids is not supported in streams.", param="return_token_ids")
     prompt = chat_prompt(service, body)
     wanted = integer(body, "max_completion_tokens", lowest=1) or integer(body, "max_tokens", lowest=1)
     max_tokens = service.answer_limit(prompt, wanted)

@@ -74,7 +74,8 @@ class SglangDialect:
             raise ApiError(501, "OpenAIServingTokenize does not support streaming requests", "NotImplementedError")
 
     def check_chat(self, body: Body) -> None:
-        """Checks nothing beyond the types."""
+        if flag(body, "stream") and flag(body, "return_token_ids"):
+            raise ApiError(400, "return_token_ids is not supported in streams.", param="return_token_ids")
 
     async def admit(self, is_stream: bool) -> None:
         await self._may_enter.wait()
