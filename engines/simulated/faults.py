@@ -4,13 +4,12 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, fields
-from typing import Any
+from typing import Any, get_args
 
 from engines.simulated.exchange import AnswerSpoiled, ApiError, Exchange
-from engines.simulated.settings import Fault
+from engines.simulated.settings import Fault, FaultKind
 
 _HTML = b"<html><head><title>502 Bad Gateway</title></head><body><h1>Bad Gateway</h1></body></html>"
-_KINDS = ("refuse", "error", "slow", "hang", "reset", "die", "nonsense", "html")
 
 
 class FaultBox:
@@ -57,9 +56,9 @@ class FaultBox:
 
 
 def _fault(given: Any) -> Fault:
-    known = {field.name for field in fields(Fault)}
-    if not isinstance(given, dict) or given.get("kind") not in _KINDS or set(given) - known:
-        raise ApiError(400, f"a fault has the fields {sorted(known)}; kind is one of {', '.join(_KINDS)}")
+    known, kinds = {field.name for field in fields(Fault)}, get_args(FaultKind)
+    if not isinstance(given, dict) or given.get("kind") not in kinds or set(given) - known:
+        raise ApiError(400, f"a fault has the fields {sorted(known)}; kind is one of {', '.join(kinds)}")
     return Fault(**given)
 
 
