@@ -5,6 +5,7 @@ import socket
 import struct
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any, Literal
+from urllib.parse import parse_qs
 
 import orjson
 
@@ -52,7 +53,6 @@ class Exchange:
         self.scope = scope
         self.path: str = scope["path"]
         self.method: str = scope["method"]
-        self.query: str = scope["query_string"].decode("latin-1")
         self._headers: list[tuple[bytes, bytes]] = scope["headers"]
         self._receive = receive
         self._send = send
@@ -70,6 +70,10 @@ class Exchange:
             if key == name:
                 return value.decode("latin-1")
         return None
+
+    def query_value(self, name: str, default: str) -> str:
+        """A query parameter of its URL."""
+        return parse_qs(str(self.scope["query_string"], "latin-1")).get(name, [default])[0]
 
     async def body(self) -> bytes:
         message = await self._receive()

@@ -10,7 +10,6 @@ from engines.simulated.exchange import ApiError, Exchange
 from engines.simulated.routes import Routes
 from engines.simulated.service import EngineService
 from engines.simulated.sglang_dialect import SglangDialect
-from engines.simulated.vllm_dialect import query_value
 
 _DROPPED = "dropped"
 
@@ -45,7 +44,7 @@ class VllmSleepRoutes:
         }
 
     async def sleep(self, exchange: Exchange) -> None:
-        level = query_value(exchange, "level", "1")
+        level = exchange.query_value("level", "1")
         if level not in ("0", "1", "2"):
             raise ApiError(400, f"1 validation error: 'loc': 'query.level', 'input': '{level}'", param="query.level")
         self._service.live.pause("abort")
@@ -55,7 +54,7 @@ class VllmSleepRoutes:
 
     async def wake_up(self, exchange: Exchange) -> None:
         """On a sleeping engine a tag wakes only that part: its weights come back, and it stays asleep."""
-        tag = query_value(exchange, "tags", "")
+        tag = exchange.query_value("tags", "")
         if tag != "weights":
             await _wake(self._service)
         status = "awake" if self._service.sleep_level is None else "sleeping"

@@ -1,7 +1,6 @@
-"""vLLM's server where it differs: errors, ids, priorities, metrics and control routes (vLLM 0.33, entrypoints/)."""
+"""vLLM's server where it differs: errors, ids, priorities and metrics (vLLM 0.33, entrypoints/)."""
 
 import os
-from urllib.parse import parse_qs
 
 import orjson
 
@@ -141,8 +140,3 @@ def _error(error: ApiError) -> Body:
         message = f"1 validation error:\n  {{'loc': '{place}', 'msg': '{error.problem}'}}"
         return {"message": message, "type": error.type, "param": place, "code": error.status}
     return {"message": error.message, "type": error.type, "param": error.param, "code": error.status}
-
-
-def query_value(exchange: Exchange, name: str, default: str) -> str:
-    """A query parameter of the request's URL."""
-    return parse_qs(exchange.query).get(name, [default])[0]

@@ -17,7 +17,7 @@ from engines.simulated.service import EngineService
 from engines.simulated.settings import SimulatedEngineSettings
 from engines.simulated.sleep import VllmSleepRoutes
 from engines.simulated.text import packed
-from engines.simulated.vllm_dialect import VERSION, VllmDialect, query_value
+from engines.simulated.vllm_dialect import VERSION, VllmDialect
 from engines.simulated.vllm_tokens import token_routes
 from engines.simulated.weights import VllmWeightRoutes
 
@@ -62,7 +62,7 @@ class _Control:
         await exchange.respond_json({"server_load": len(self._service.running)})
 
     async def pause(self, exchange: Exchange) -> None:
-        mode = query_value(exchange, "mode", "abort")
+        mode = exchange.query_value("mode", "abort")
         if mode not in ("abort", "wait", "keep"):
             raise ApiError(400, f"Invalid pause mode: {mode}", param="mode")
         self._service.live.pause(mode)  # type: ignore[arg-type]
@@ -70,7 +70,7 @@ class _Control:
             await self._service.live.stilled()
         else:
             await self._service.drained()
-        if query_value(exchange, "clear_cache", "true") == "true":
+        if exchange.query_value("clear_cache", "true") == "true":
             self._clear(mode == "keep")
         await exchange.respond_json({"status": "paused"})
 
@@ -93,7 +93,7 @@ class _Control:
 
     async def reset_prefix_cache(self, exchange: Exchange) -> None:
         is_paused = self._service.live.engine.paused == "keep"
-        retracts = is_paused and query_value(exchange, "reset_running_requests", "false") == "true"
+        retracts = is_paused and exchange.query_value("reset_running_requests", "false") == "true"
         await exchange.respond_json({"success": self._clear(retracts)})
 
     def _clear(self, retracts: bool) -> bool:
