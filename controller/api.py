@@ -43,8 +43,12 @@ def build_api(controller: Controller, admin_key: SecretStr | None) -> FastAPI:
     app = FastAPI(title="Heddle fleet controller", version=version("heddle"), redoc_url=None)
 
     @app.exception_handler(_No)
-    async def refused(_: Any, no: _No) -> Response:
+    async def denied(_: Any, no: _No) -> Response:
         return JSONResponse({"error": {"message": no.message}}, no.status)
+
+    @app.exception_handler(Refused)
+    async def refused(_: Any, refusal: Refused) -> Response:
+        return JSONResponse({"error": {"message": str(refusal)}}, 409)
 
     @app.exception_handler(JournalAway)
     async def unwritten(_: Any, fault: JournalAway) -> Response:
@@ -87,10 +91,7 @@ def build_api(controller: Controller, admin_key: SecretStr | None) -> FastAPI:
         planned = None if isinstance(proposal, str) else list(proposal.tps)
         sizes = [] if empty else tps if tps is not None else planned
         is_scaled = empty or tps is not None
-        try:
-            rounds = [] if sizes is None else controller.desired.steps_to(sizes, controller.observed(), is_scaled)
-        except Refused as no:
-            raise _No(409, str(no)) from None
+        rounds = [] if sizes is None else controller.desired.steps_to(sizes, controller.observed(), is_scaled)
         lines = steps_in_words(rounds, controller.journal.state, controller.seen)
         return {"proposal": proposal_json(proposal), "tps": sizes, "steps": lines}
 
@@ -102,20 +103,14 @@ def build_api(controller: Controller, admin_key: SecretStr | None) -> FastAPI:
             raise _No(400, "Give either 'tps' or 'plans'.")
         if asked.tps == [] and not asked.empty:
             raise _No(400, "This ends every engine of the fleet. To confirm, set 'empty' as well (--empty).")
-        try:
-            seen = controller.observed()
-            controller.ask(desired.let_plans_decide(seen) if asked.tps is None else desired.scaled(asked.tps, seen))
-        except Refused as no:
-            raise _No(409, str(no)) from None
+        seen = controller.observed()
+        controller.ask(desired.let_plans_decide(seen) if asked.tps is None else desired.scaled(asked.tps, seen))
         return status(controller, time.time())
 
     @app.post("/v1/drain", dependencies=admin)
     async def drain(asked: DrainOne) -> dict[str, Any]:
         """Drain and stop a server; its devices stay unused until the fleet is scaled. Needs the admin key."""
-        try:
-            controller.ask(controller.desired.drained(asked.server, controller.observed()))
-        except Refused as no:
-            raise _No(409, str(no)) from None
+        controller.ask(controller.desired.drained(asked.server, controller.observed()))
         return status(controller, time.time())
 
     return app
