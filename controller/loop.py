@@ -222,10 +222,8 @@ class Controller:
         """Causes by id of servers that somebody else removed from the launcher. Those that still serve are an alarm."""
         unlisted = unlisted_servers(self.servers, self.members, self.journal.state)
         wanted_ids = {one.server_id for one in self.journal.state.wanted}
-        if at_work := sorted(one for one, is_there in unlisted.items() if is_there and one in wanted_ids):
-            self._alarm("engine_unlisted", f"{', '.join(at_work)} serves, but the launcher does not list it")
-        else:
-            self._clear("engine_unlisted")
+        at_work = ", ".join(sorted(one for one, is_there in unlisted.items() if is_there and one in wanted_ids))
+        self._alarm_while("engine_unlisted", at_work, f"{at_work} serves, but the launcher does not list it")
         return {one: "somebody else removed it" for one, is_there in unlisted.items() if not is_there}
 
     async def _plan(self) -> None:
@@ -308,11 +306,8 @@ class Controller:
         """Ids of wanted servers that wait for devices that left; an alarm tells of them."""
         at_hand = self.desired.at_hand(self.seen)
         waiting = [one for one in self.journal.state.wanted if one not in at_hand]
-        if waiting:
-            said = (f"{one.server_id} waits for {', '.join(one.devices)}, which left" for one in waiting)
-            self._alarm("no_devices", "; ".join(said))
-        else:
-            self._clear("no_devices")
+        said = (f"{one.server_id} waits for {', '.join(one.devices)}, which left" for one in waiting)
+        self._alarm_while("no_devices", waiting, "; ".join(said))
         return {one.server_id for one in waiting}
 
     async def _perform(self, step: Step) -> None:
@@ -366,19 +361,13 @@ class Controller:
         draining = {one.server_id for one in self.seen if one.was_drained and one.is_cordoned and one.num_turns}
         self._draining_since = {one: self._draining_since.get(one, now) for one in draining}
         overdue = [one for one, since in self._draining_since.items() if now - since > self.fleet.limits.drain_alarm_s]
-        if overdue:
-            self._alarm("drain_overdue", f"turns still run on {', '.join(sorted(overdue))}")
-        else:
-            self._clear("drain_overdue")
+        self._alarm_while("drain_overdue", overdue, f"turns still run on {', '.join(sorted(overdue))}")
 
     def _watch_stops(self) -> None:
         """A stop that failed is an alarm until that server has been stopped, also while it is tried again."""
         left = {one.server_id for one in self.seen if not one.was_stopped}
         self._not_stopped = {one: why for one, why in self._not_stopped.items() if one in left}
-        if self._not_stopped:
-            self._alarm("stop_failed", self._why_not_stopped())
-        else:
-            self._clear("stop_failed")
+        self._alarm_while("stop_failed", self._not_stopped, self._why_not_stopped())
 
     def _why_not_stopped(self) -> str:
         return "; ".join(dict.fromkeys(self._not_stopped.values()))
@@ -386,6 +375,12 @@ class Controller:
     def _may_gateway_be_starting(self) -> bool:
         """Whether it never answered, and was perhaps started together with this controller, as by `heddle up`."""
         return not self.has_observed and time.monotonic() - self._made_at < self.fleet.limits.gateway_start_s
+
+    def _alarm_while(self, name: str, condition: object, why: str) -> None:
+        if condition:
+            self._alarm(name, why)
+        else:
+            self._clear(name)
 
     def _alarm(self, name: str, why: str) -> None:
         if name not in self.alarms:
