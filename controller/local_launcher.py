@@ -166,7 +166,9 @@ class LocalLauncher:
     def _prune(self, fleet_id: str) -> None:
         look, folders = self._sessions.look(), self._folders(fleet_id)
         stopped = [
-            folder for folder in folders if (folder / "stop").exists() and not _lives(_read_process(folder), look)
+            folder
+            for folder in folders
+            if (folder / "stop").exists() and not _lives(_read(folder / "process.json"), look)
         ]
         for folder in stopped[:-MAX_STOPPED_KEPT]:
             hidden = folder.with_name(f".{folder.name}")  # atomically: no reader sees half of it
@@ -209,11 +211,11 @@ def _filled(environment: Mapping[str, str]) -> dict[str, str]:
 def _server(folder: Path, look: Look) -> Server:
     written = _loaded(folder / "server.json")
     spec = loaded_spec(written["spec"])
-    process = _read_process(folder)  # once: a guard that begins may write it at any moment
+    process = _read(folder / "process.json")  # once: a guard that begins may write it at any moment
     if _lives(process, look):
         state, cause = ServerState.RUNNING, ""
     elif process:
-        state, cause = ServerState.EXITED, _exit_cause(folder)
+        state, cause = ServerState.EXITED, _exit_cause(folder, process)
     elif (folder / "stop").exists():
         state, cause = ServerState.EXITED, "stopped before it began"
     else:
@@ -221,13 +223,13 @@ def _server(folder: Path, look: Look) -> Server:
     return Server(spec, state, _url(written["port"]), cause, _last_lines(folder / "log"))
 
 
-def _exit_cause(folder: Path) -> str:
-    process, ended = _read(folder / "process.json"), _read(folder / "exit.json")
+def _exit_cause(folder: Path, process: Mapping[str, Any]) -> str:
+    ended = _read(folder / "exit.json")
     if (folder / "stop").exists():
         return "stopped"
-    if ended is not None:
+    if ended:
         return str(ended["cause"])
-    if process is not None and process["boot"] != local_guard.boot_id():
+    if process["boot"] != local_guard.boot_id():
         return "the machine was restarted"
     return "killed with its guard"
 
@@ -260,7 +262,7 @@ def _lives(process: Mapping[str, Any], look: Look) -> bool:
 def _left(folder: Path, look: Look) -> tuple[int | None, list[int]] | None:
     """The guard, and all living processes of a server that is being stopped; None if nothing is left or will come."""
     is_guarded = _is_guarded(folder)
-    process = _read_process(folder)
+    process = _read(folder / "process.json")
     if not process or process["boot"] != local_guard.boot_id():
         return (None, []) if is_guarded else None
     pids = look.processes(process["pid"], process["started"])
@@ -272,14 +274,11 @@ def _signal(pid: int, number: signal.Signals) -> None:
         os.kill(pid, number)
 
 
-def _read_process(folder: Path) -> dict[str, Any]:
-    return _read(folder / "process.json") or {}
-
-
-def _read(path: Path) -> dict[str, Any] | None:
+def _read(path: Path) -> dict[str, Any]:
+    """The content of a record; empty if there is none."""
     with contextlib.suppress(FileNotFoundError):
         return _loaded(path)
-    return None
+    return {}
 
 
 def _loaded(path: Path) -> dict[str, Any]:
