@@ -341,7 +341,7 @@ def check_owner(state: State, fleet_id: str, state_dir: Path) -> None:
 
 
 def dumped(state: State) -> Json:
-    """The state as JSON: for the journal's first record, and for people."""
+    """The state as JSON, for the first record of a file."""
     written = asdict(state)
     written["phase_s"] = [[phase, tp, times] for (phase, tp), times in state.phase_s.items()]
     return {name: sorted(value) if isinstance(value, frozenset) else value for name, value in written.items()}

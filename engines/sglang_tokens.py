@@ -81,7 +81,7 @@ class SglangTokens:
     @property
     def limits(self) -> str:
         """Which requests pass through anyway, in addition to those of any engine."""
-        limits = [self._messages.limits] if self._messages.limits else []
+        limits = [self._messages.limits]
         if self._facts.has_own_defaults:
             limits.append(f"a chat must name {', '.join(_SET_BY_MODEL)} (or start it with --sampling-defaults openai)")
         elif not self._messages.passed:
