@@ -23,15 +23,7 @@ from pathlib import Path
 from controller.fleet_file import FleetFile
 from controller.launcher import ServerSpec
 from controller.steps import DesiredServer
-from engines.kv_connectors import (
-    SIDE_CHANNEL,
-    Connector,
-    left_in_memory,
-    nixl_connector,
-    sglang_tier,
-    tier_connector,
-    vllm_flags,
-)
+from engines.kv_connectors import SIDE_CHANNEL, kv_connectors, left_in_memory, sglang_tier, vllm_flags
 from engines.sleep import SLEEP
 
 
@@ -76,10 +68,12 @@ def _vllm(fleet: FleetFile, wanted: DesiredServer) -> tuple[list[str], dict[str,
     environment: dict[str, str] = {}
     if fleet.engine.slots:
         command += ["--max-num-seqs", str(fleet.engine.slots)]
-    command += vllm_flags(_connectors(fleet), wanted.server_id)
-    if fleet.engine.kv_transfer == "nixl":
+    transfers, has_gpu = fleet.engine.kv_transfer == "nixl", not fleet.cpu_slots
+    connectors = kv_connectors(transfers, fleet.engine.kv_tier, fleet.engine.kv_tier_host_bytes, has_gpu)
+    command += vllm_flags(connectors, wanted.server_id)
+    if transfers:
         environment |= {f"{SIDE_CHANNEL}_HOST": "{host}", f"{SIDE_CHANNEL}_PORT": "{kv_port}"}
-        if fleet.cpu_slots:
+        if not has_gpu:
             environment["UCX_TLS"] = "tcp,self,shm"  # otherwise it looks for GPUs and their networks
     if wanted.tp in fleet.engine.kv_bytes_by_tp:
         command += ["--kv-cache-memory-bytes", str(fleet.engine.kv_bytes_by_tp[wanted.tp])]
@@ -126,15 +120,6 @@ def _sim(fleet: FleetFile, wanted: DesiredServer) -> tuple[list[str], dict[str, 
     if fleet.engine.slots:
         command += ["--slots", str(fleet.engine.slots)]
     return command, {}
-
-
-def _connectors(fleet: FleetFile) -> list[Connector]:
-    """The connectors that bring vLLM's KV to other servers: servers that are still alive are asked first."""
-    engine, has_gpu = fleet.engine, not fleet.cpu_slots
-    connectors = [nixl_connector(has_gpu)] if engine.kv_transfer == "nixl" else []
-    if engine.kv_tier is not None:
-        connectors.append(tier_connector(engine.kv_tier, engine.kv_tier_host_bytes, has_gpu))
-    return connectors
 
 
 def _cache_dir(fleet: FleetFile, tp: int) -> Path:

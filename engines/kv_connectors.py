@@ -42,17 +42,20 @@ class KvWays:
     tier: str = ""
 
 
-def nixl_connector(has_gpu: bool) -> Connector:
-    """vLLM offers and fetches KV over NIXL."""
-    return {"kv_connector": "NixlConnector", **_COMMON, **({} if has_gpu else {"kv_buffer_device": "cpu"})}
-
-
-def tier_connector(folder: Path, host_bytes: int, has_gpu: bool) -> Connector:
-    """vLLM shares its KV in a folder, with servers of any TP size.
+def kv_connectors(fetches: bool, tier: Path | None, host_bytes: int, has_gpu: bool) -> list[Connector]:
+    """A vLLM server's connectors, in the order in which they are asked for a context: servers that still live first.
 
     Args:
-        host_bytes: of /dev/shm that one server takes; a context that does not fit into it is not found.
+        fetches: it offers and fetches KV over NIXL.
+        tier: folder in which it shares its KV, with servers of any TP size.
+        host_bytes: of /dev/shm that one server takes for that; a context that does not fit into it is not found.
     """
+    device = {} if has_gpu else {"kv_buffer_device": "cpu"}
+    found: list[Connector] = [{"kv_connector": "NixlConnector", **_COMMON, **device}] if fetches else []
+    return found if tier is None else [*found, _tier_connector(tier, host_bytes, has_gpu)]
+
+
+def _tier_connector(folder: Path, host_bytes: int, has_gpu: bool) -> Connector:
     spec = {"spec_name": "TieringOffloadingSpec"}
     if not has_gpu:  # see deploy/vllm_cpu_tier.py
         spec = {"spec_name": "CpuTieringSpec", "spec_module_path": "heddle_cpu_tier"}

@@ -13,7 +13,7 @@ from glob import glob
 from pathlib import Path
 
 from engines.children import Child, LaunchError, Progress, child, free_port
-from engines.kv_connectors import SIDE_CHANNEL, Connector, left_in_memory, nixl_connector, tier_connector, vllm_flags
+from engines.kv_connectors import SIDE_CHANNEL, kv_connectors, left_in_memory, vllm_flags
 
 DEFAULT_VENV = Path(".venv-vllm")
 _TIER_HOST_BYTES = 64 * 2**20  # four of the tests' longest contexts
@@ -51,6 +51,7 @@ class LocalVllm:
     extra_environment: Mapping[str, str] = field(default_factory=dict)
 
     def command(self, port: int) -> list[str]:
+        connectors = kv_connectors(self.kv_transfer, self.kv_tier, _TIER_HOST_BYTES, has_gpu=False)
         # The console script `vllm` of this build looks up a distribution of another name and fails.
         return [
             *(_python_of(self.venv), "-m", "vllm.entrypoints.openai.api_server"),
@@ -63,13 +64,9 @@ class LocalVllm:
             *("--dtype", "float32", "--enforce-eager"),
             *("--scheduling-policy", "priority", "--enable-prompt-tokens-details", "--enable-scale-out"),
             *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
-            *vllm_flags(self._connectors(), _engine_id(port)),
+            *vllm_flags(connectors, _engine_id(port)),
             *self.extra_args,
         ]
-
-    def _connectors(self) -> list[Connector]:
-        nixl = [nixl_connector(has_gpu=False)] if self.kv_transfer else []
-        return [*nixl, tier_connector(self.kv_tier, _TIER_HOST_BYTES, has_gpu=False)] if self.kv_tier else nixl
 
     def environment(self) -> dict[str, str]:
         return {

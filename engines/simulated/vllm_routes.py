@@ -6,7 +6,7 @@ from typing import Any
 
 import orjson
 
-from engines.kv_connectors import kv_transfer_config, nixl_connector, tier_connector
+from engines.kv_connectors import kv_connectors, kv_transfer_config
 from engines.simulated.anthropic_api import anthropic_routes
 from engines.simulated.common_routes import common_routes
 from engines.simulated.exchange import ApiError, Exchange
@@ -129,10 +129,7 @@ def _parallel_config(settings: SimulatedEngineSettings) -> dict[str, int]:
 
 def _kv_transfer_config(settings: SimulatedEngineSettings) -> dict[str, Any] | None:
     """As the real server reports it; with both ways there is one connector that combines two."""
-    connectors = [nixl_connector(has_gpu=True)] if settings.kv_transfer else []
-    if settings.kv_tier is not None:
-        connectors.append(tier_connector(settings.kv_tier, _HOST_BYTES, has_gpu=True))
-    return kv_transfer_config(connectors)
+    return kv_transfer_config(kv_connectors(settings.kv_transfer, settings.kv_tier, _HOST_BYTES, has_gpu=True))
 
 
 def _object(raw: bytes) -> dict[str, object]:

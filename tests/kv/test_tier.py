@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from engines.kv_connectors import KvWays, kv_transfer_config, nixl_connector, tier_connector, ways_told
+from engines.kv_connectors import KvWays, kv_connectors, kv_transfer_config, ways_told
 from engines.simulated.settings import SimulatedEngineSettings
 from tests.kv.kv_fleet import Fleet, engine, first_messages, id_of, running_fleet, undisturbed_answers
 from tests.support.gateway import ADMIN, eventually
@@ -165,8 +165,7 @@ async def test_a_declared_tier_is_used_if_the_engine_reports_none(tmp_path: Path
 def test_a_servers_kv_ways_are_read_from_its_configuration() -> None:
     """A tier without the canonical layout is shared only by engines of the same TP size. Prefill/decode roles are not
     used."""
-    folder, nixl = Path("/mnt/kv"), nixl_connector(has_gpu=True)
-    tier = tier_connector(folder, 2**30, has_gpu=True)
+    nixl, tier = kv_connectors(True, Path("/mnt/kv"), 2**30, has_gpu=True)
     assert ways_told(kv_transfer_config([nixl]) or {}, 2) == KvWays(fetches=True)
     assert ways_told(kv_transfer_config([tier]) or {}, 2) == KvWays(tier="/mnt/kv")
     assert ways_told(kv_transfer_config([nixl, tier]) or {}, 2) == KvWays(True, "/mnt/kv")
