@@ -20,6 +20,7 @@ from pathlib import Path
 
 POLL_S = 0.2
 PROGRESS_S = 5.0
+_STOP_TIMEOUT_S = 15.0
 NUM_LOG_LINES = 30  # enough to show the end of a Python traceback
 
 Progress = Callable[[str], None]
@@ -83,7 +84,7 @@ class Child:
 
 @asynccontextmanager
 async def child(
-    command: Sequence[str], log_path: Path, environment: Mapping[str, str] | None = None, stop_timeout_s: float = 15.0
+    command: Sequence[str], log_path: Path, environment: Mapping[str, str] | None = None
 ) -> AsyncIterator[Child]:
     """A server that is started here and stopped at the end: SIGTERM, then SIGKILL for whatever is left of its group.
 
@@ -103,7 +104,7 @@ async def child(
     try:
         yield Child(process.pid, process, log_path)
     finally:
-        await _stop(process, stop_timeout_s)
+        await _stop(process)
 
 
 # The system's: two processes whose `random` is seeded alike, as Hypothesis does, would draw the same ports.
@@ -122,11 +123,11 @@ def free_port() -> int:
             return port
 
 
-async def _stop(process: asyncio.subprocess.Process, timeout_s: float) -> None:
+async def _stop(process: asyncio.subprocess.Process) -> None:
     try:
         with suppress(ProcessLookupError, TimeoutError):
             process.terminate()
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(_STOP_TIMEOUT_S):
                 await process.wait()
     finally:
         with suppress(ProcessLookupError):

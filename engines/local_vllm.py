@@ -6,9 +6,9 @@ Starts the Python of another virtual environment (made by `deploy/install-vllm-c
 import asyncio
 import os
 import tempfile
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
 
@@ -25,19 +25,15 @@ class LocalVllm:
     """One server to start.
 
     Args:
-        port: 0 takes a free one.
         max_num_seqs: slots: turns that run at once.
         dp: data-parallel ranks. Slots and KV are those of each.
         num_kv_blocks: KV capacity in blocks of 32 tokens; the default holds 8 full contexts.
         kv_transfer: whether it offers its KV to others, and fetches theirs, over NIXL.
         kv_tier: folder in which it shares its KV with others.
-        keep_alive_s: how long the server keeps an idle connection. The default is vLLM's own.
         extra_args: further flags for the server; later ones override those set here.
     """
 
     model_dir: Path
-    port: int = 0
-    served_model_name: str = "tiny"
     max_num_seqs: int = 4
     max_model_len: int = 8192
     tp: int = 1
@@ -45,10 +41,8 @@ class LocalVllm:
     num_kv_blocks: int = 2048
     kv_transfer: bool = False
     kv_tier: Path | None = None
-    keep_alive_s: int = 5
     venv: Path = DEFAULT_VENV
     extra_args: tuple[str, ...] = ()
-    extra_environment: Mapping[str, str] = field(default_factory=dict)
 
     def command(self, port: int) -> list[str]:
         connectors = kv_connectors(self.kv_transfer, self.kv_tier, _TIER_HOST_BYTES, has_gpu=False)
@@ -56,7 +50,7 @@ class LocalVllm:
         return [
             *(_python_of(self.venv), "-m", "vllm.entrypoints.openai.api_server"),
             *("--host", "127.0.0.1", "--port", str(port)),
-            *("--model", str(self.model_dir.absolute()), "--served-model-name", self.served_model_name),
+            *("--model", str(self.model_dir.absolute()), "--served-model-name", "tiny"),
             *("--max-model-len", str(self.max_model_len), "--max-num-seqs", str(self.max_num_seqs)),
             *("--tensor-parallel-size", str(self.tp), "--num-gpu-blocks-override", str(self.num_kv_blocks)),
             *(("--data-parallel-size", str(self.dp)) if self.dp > 1 else ()),
@@ -83,11 +77,9 @@ class LocalVllm:
             # Without this the first request with log-probabilities compiles for 19 s while everything waits.
             "TORCH_COMPILE_DISABLE": "1",
             "VLLM_SERVER_DEV_MODE": "1",
-            "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(self.keep_alive_s),
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
             **({f"{SIDE_CHANNEL}_PORT": str(free_port()), "UCX_TLS": "tcp,self,shm"} if self.kv_transfer else {}),
-            **self.extra_environment,
         }
 
 
@@ -100,14 +92,14 @@ class LocalEngine:
 
 
 @asynccontextmanager
-async def launch(spec: LocalVllm, log_path: Path, on_progress: Progress = print) -> AsyncIterator[LocalEngine]:
+async def launch(spec: LocalVllm, log_path: Path) -> AsyncIterator[LocalEngine]:
     """Start one server, wait until it answers, and stop it at the end.
 
     Raises:
         LaunchError: it ended, or did not answer within START_TIMEOUT_S.
     """
     async with _running(spec, log_path) as engine:
-        await _until_ready(engine, on_progress)
+        await _until_ready(engine, print)
         yield engine
 
 
@@ -135,8 +127,7 @@ async def launch_all(
 
 @asynccontextmanager
 async def _running(spec: LocalVllm, log_path: Path) -> AsyncIterator[LocalEngine]:
-    # vLLM cannot take any free port and report it.
-    port = spec.port or free_port()
+    port = free_port()  # vLLM cannot take any and report it
     # A server leaves its sockets where temporary files go, even if it ends well. Their paths may have 107 characters.
     with tempfile.TemporaryDirectory(prefix="vllm-", ignore_cleanup_errors=True) as sockets:
         try:
