@@ -18,6 +18,8 @@ from engines.simulated.running import Asked, Running
 from engines.simulated.settings import SimulatedEngineSettings
 from engines.simulated.text import Tokenizer
 
+_SGLANG_PREEMPT_MARGIN = 10  # its default: a request replaces a running one that is less urgent by more than this
+
 
 class EngineService:
     """One simulated engine and everything around it."""
@@ -28,7 +30,7 @@ class EngineService:
         engine = SimulatedEngine(
             profile,
             order=settings.scheduling_policy,
-            preempt_margin=settings.preemption_threshold if is_sglang else None,
+            preempt_margin=_SGLANG_PREEMPT_MARGIN if is_sglang else None,
             block_tokens=settings.block_size,
         )
         self.settings = settings

@@ -47,10 +47,8 @@ class SimulatedEngineSettings:
         block_size: tokens per prefix-cache block.
         scheduling_policy: `priority` sorts by the requests' priority numbers.
         low_priority_values_first: SGLang's `--schedule-low-priority-values-first`; vLLM always works this way.
-        preemption_threshold: SGLang's: how much more urgent a new request must be to replace a running one.
         incremental_streaming_output: SGLang's flag for native streams; without it each event repeats everything before.
-        sampling_defaults: SGLang's, which it only reports; the simulated model has no parameters of its own.
-        tool_call_parser, reasoning_parser: SGLang's parser names.
+        reasoning_parser: the name of SGLang's.
         response_store: vLLM's VLLM_ENABLE_RESPONSES_API_STORE and SGLang's --enable-response-store, which it only
             reports: no response is kept.
         max_num_queued: requests waiting and running on one rank before new ones get 503. None: no limit.
@@ -77,10 +75,7 @@ class SimulatedEngineSettings:
     block_size: int = 16
     scheduling_policy: Literal["fcfs", "priority"] = "priority"
     low_priority_values_first: bool = True
-    preemption_threshold: int = 10
     incremental_streaming_output: bool = False
-    sampling_defaults: Literal["model", "openai"] = "openai"
-    tool_call_parser: str | None = "hermes"
     reasoning_parser: str | None = None
     response_store: bool = False
     max_num_queued: int | None = None

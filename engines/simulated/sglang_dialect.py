@@ -13,6 +13,7 @@ from engines.simulated.metrics import Exposition
 from engines.simulated.service import EngineService
 
 VERSION = "0.5.23"
+TOOL_CALL_PARSER = "hermes"  # the form in which the simulated model writes calls
 _ANTHROPIC_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",

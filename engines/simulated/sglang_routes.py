@@ -10,7 +10,7 @@ from engines.simulated.fields import Body, flag
 from engines.simulated.routes import Routes
 from engines.simulated.service import EngineService
 from engines.simulated.sglang_anthropic import anthropic_routes
-from engines.simulated.sglang_dialect import VERSION, SglangDialect, cache_hit_rate
+from engines.simulated.sglang_dialect import TOOL_CALL_PARSER, VERSION, SglangDialect, cache_hit_rate
 from engines.simulated.sglang_generate import generate
 from engines.simulated.sglang_responses import responses_routes
 from engines.simulated.sglang_tokens import message_routes
@@ -78,7 +78,7 @@ class _Control:
                 "model_path": self._service.served_name,
                 "tokenizer_path": settings.model,
                 "is_generation": True,
-                "tool_call_parser": settings.tool_call_parser,
+                "tool_call_parser": TOOL_CALL_PARSER,
                 "reasoning_parser": settings.reasoning_parser,
                 "weight_version": self._service.weight_version,
             }
@@ -97,8 +97,8 @@ class _Control:
                 "enable_priority_scheduling": settings.scheduling_policy == "priority",
                 "schedule_low_priority_values_first": settings.low_priority_values_first,
                 "incremental_streaming_output": settings.incremental_streaming_output,
-                "sampling_defaults": settings.sampling_defaults,
-                "tool_call_parser": settings.tool_call_parser,
+                "sampling_defaults": "openai",  # the simulated model has no parameters of its own
+                "tool_call_parser": TOOL_CALL_PARSER,
                 "reasoning_parser": settings.reasoning_parser,
                 "enable_response_store": settings.response_store,
                 "skip_tokenizer_init": False,

@@ -10,6 +10,7 @@ from engines.simulated.exchange import ApiError, Exchange, InvalidField
 from engines.simulated.fields import Body, items
 from engines.simulated.routes import Routes
 from engines.simulated.service import EngineService
+from engines.simulated.sglang_dialect import TOOL_CALL_PARSER
 from engines.simulated.text import END, SYSTEM, Tokenizer, packed
 
 _TOOLS = "Tools: "
@@ -22,7 +23,7 @@ def message_routes(service: EngineService) -> Routes:
     return {
         ("POST", "/v1/detokenize"): detokenize,
         ("POST", "/detokenize"): detokenize,
-        ("POST", "/parse_function_call"): partial(_parse_function_call, service),
+        ("POST", "/parse_function_call"): _parse_function_call,
         ("POST", "/separate_reasoning"): partial(_separate_reasoning, service),
     }
 
@@ -55,11 +56,11 @@ async def _detokenize(service: EngineService, exchange: Exchange) -> None:
     await exchange.respond_json({"text": texts if lists is tokens else texts[0]})
 
 
-async def _parse_function_call(service: EngineService, exchange: Exchange) -> None:
+async def _parse_function_call(exchange: Exchange) -> None:
     """The part of a text that is not a call, and the calls; an incomplete call is text."""
     body = await exchange.json()
     text = _text(body)
-    if body.get("tool_call_parser") != service.settings.tool_call_parser:
+    if body.get("tool_call_parser") != TOOL_CALL_PARSER:
         raise ApiError(400, f"Unsupported tool_call_parser: {body.get('tool_call_parser')}")
     said, marker, written = text.partition("<tool_call>")
     call = parse_call(marker + written) if items(body, "tools") else None
