@@ -31,7 +31,6 @@ from controller.records import new_ids, spares_record, step_record
 from controller.restarts import find_ended, held_back, tend
 from controller.rollouts import History
 from controller.steps import (
-    DesiredServer,
     Launch,
     MakeReady,
     ObservedServer,
@@ -209,14 +208,10 @@ class Controller:
         state = self.journal.state
         ended = find_ended(state, self.servers, self._failed | self._removed())
         failed = {one.server_id for one in ended} | self._failed.keys()
-        alive = {
-            one.server_id: DesiredServer(one.server_id, one.tp, one.devices)
-            for one in self.seen
-            if one.is_alive and one.server_id not in failed
-        }
+        alive_ids = {one.server_id for one in self.seen if one.is_alive} - failed
         self._failed.clear()
         new_id, serial = new_ids(self.fleet.fleet, state)
-        return tend(state, ended, alive, time.time(), self.fleet.retry_rule, new_id, serial)
+        return tend(state, ended, alive_ids, time.time(), self.fleet.retry_rule, new_id, serial)
 
     def _removed(self) -> dict[str, str]:
         """Causes by id of servers that somebody else removed from the launcher. Those that still serve are an alarm."""

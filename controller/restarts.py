@@ -72,7 +72,7 @@ def find_ended(state: State, servers: Sequence[Server], failed: Mapping[str, str
 def tend(
     state: State,
     ended: Sequence[Ended],
-    alive: Mapping[str, DesiredServer],
+    alive_ids: Set[str],
     now: float,
     rule: RetryRule,
     new_id: Callable[[], str],
@@ -81,7 +81,6 @@ def tend(
     """Records of what to do about servers that ended; none if none did.
 
     Args:
-        alive: servers that are alive, by id.
         new_id, serial: as `records.new_ids` gives them.
     """
     records: list[Json] = []
@@ -114,19 +113,9 @@ def tend(
     for lost in given_up:
         records.append({"kind": "blocked", "tp": lost.tp, "devices": lost.devices})
         why = f"{lost.server_id} (TP {lost.tp}) was given up after {rule.max_tries} tries"
-    broken = {lost.devices for lost in given_up}
-
-    def usable(fleet: Sequence[DesiredServer]) -> list[DesiredServer]:
-        return [one for one in fleet if one.devices not in broken and not state.resting & set(one.devices)]
-
-    before = usable(state.proven)
-    if not before and not wanted:  # it served, but not for long: out of memory under load, say
-        before = usable(state.earlier)
-    if given_up and before and shape_of(before) != shape_of(wanted):
-        wanted_on = {one.devices: one for one in wanted}  # replacements of servers that ended since are among them
-        before = [wanted_on.get(one.devices, one) for one in before]
+    if given_up and (before := _before(state, wanted, given_up)):
         stopping_ids = {server_id for server_id, step in state.begun.items() if step == "Stop"}
-        kept_ids = (alive.keys() - stopping_ids) | {one.server_id for one in wanted}
+        kept_ids = (alive_ids - stopping_ids) | {one.server_id for one in wanted}
         wanted = [one if one.server_id in kept_ids else replace(one, server_id=new_id()) for one in before]
         why += "; back to the fleet before"
     wanted_ids = {one.server_id for one in wanted}
@@ -140,6 +129,22 @@ def held_back(state: State, now: float, rule: RetryRule) -> set[str]:
     back since, and is over.
     """
     return {server_id for server_id, at in state.not_before.items() if now < at <= now + rule.max_back_off_s}
+
+
+def _before(state: State, wanted: Sequence[DesiredServer], given_up: Sequence[DesiredServer]) -> list[DesiredServer]:
+    """The last fleet that served, as far as its devices may be used; none if it is the wanted one."""
+    broken = {lost.devices for lost in given_up}
+
+    def usable(fleet: Sequence[DesiredServer]) -> list[DesiredServer]:
+        return [one for one in fleet if one.devices not in broken and not state.resting & set(one.devices)]
+
+    before = usable(state.proven)
+    if not before and not wanted:  # it served, but not for long: out of memory under load, say
+        before = usable(state.earlier)
+    if shape_of(before) == shape_of(wanted):
+        return []
+    wanted_on = {one.devices: one for one in wanted}  # replacements of servers that ended since are among them
+    return [wanted_on.get(one.devices, one) for one in before]
 
 
 def _only(of: Mapping[str, Of], server_ids: Set[str]) -> dict[str, Of]:

@@ -197,7 +197,7 @@ def tended(
 ) -> State:
     new_id, serial = new_ids("fleet", state)
     journal_state = state
-    for record in tend(state, ended, {one.server_id: one for one in alive}, now, rule, new_id, serial):
+    for record in tend(state, ended, {one.server_id for one in alive}, now, rule, new_id, serial):
         journal_state = fold(journal_state, record)
     return journal_state
 
