@@ -22,7 +22,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from engines.dialect import ObservationError
-from engines.http import BadResponse, ConnectionBroken, EngineUnreachable, HttpClient, ResponseTimeout, can_be_asked
+from engines.http import FAULTS, HttpClient, can_be_asked
 from engines.probe import discover
 from engines.profiling import VISIT_TOKENS, Batch, Fit, Measurement, fit, plan, to_toml
 from engines.upstream import RANK_HEADER
@@ -123,7 +123,7 @@ async def measure(url: str, parsed: argparse.Namespace, console: Console) -> tup
         profile = engine.profile
         batches = plan(profile.slots, profile.kv_capacity_tokens, engine.max_context_tokens, is_quick=parsed.quick)
         measurements = await _measure_all(engine, batches, 1 if parsed.quick else 3, console)
-    except (BadResponse, ConnectionBroken, EngineUnreachable, ResponseTimeout, ObservationError) as error:
+    except (*FAULTS, ObservationError) as error:
         raise ProfilingError(f"{url}: {error}") from None
     finally:
         http.close()

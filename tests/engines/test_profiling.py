@@ -4,8 +4,10 @@ import argparse
 import asyncio
 import dataclasses
 import random
+import resource
+import sys
 from collections.abc import Awaitable, Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -278,6 +280,17 @@ async def test_an_unreachable_engine_is_reported(tmp_path: Path) -> None:
     """Nothing listens at this address."""
     with pytest.raises(command.ProfilingError, match="no connection"):
         await command.measure("http://127.0.0.1:1", arguments("http://127.0.0.1:1"), Console(quiet=True))
+
+
+async def test_more_slots_than_files_that_may_be_open_are_reported() -> None:
+    """vLLM on an H100 runs 1,024 turns at once, and as many files may usually be open: it ended with a traceback."""
+    words = (sys.executable, "-m", "heddle", "profile", "--quick", "--slots", "64")
+    few = partial(resource.setrlimit, resource.RLIMIT_NOFILE, (48, 48))
+    async with serve_engine(SimulatedEngineSettings(speed_up=1_000.0)) as url:
+        process = await asyncio.create_subprocess_exec(*words, url, preexec_fn=few, stderr=asyncio.subprocess.PIPE)
+        _, told = await process.communicate()
+    assert process.returncode == 2, told
+    assert told.decode().startswith(f"heddle profile: {url}: no more file descriptors") and told.count(b"\n") == 1
 
 
 @pytest.mark.parametrize(
