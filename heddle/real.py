@@ -3,7 +3,8 @@
 import argparse
 import asyncio
 import sys
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import orjson
@@ -97,14 +98,11 @@ async def _run(parsed: argparse.Namespace, workload: Workload, model: Path) -> i
 
 async def warm_up(engine_url: str) -> None:
     """Make an engine do its one-time work, its first prefill and first steps, so that the first policy does not pay for
-    it.
+    it. Raises LaunchError if it cannot be reached.
     """
-    http = HttpClient(engine_url)
     body = {"prompt": "warm " * 400, "max_tokens": 64, "ignore_eos": True}
-    try:
+    async with _client_of(engine_url) as http:
         await http.post("/v1/completions", orjson.dumps(body), timeout_s=ENGINE_TIMEOUT_S)
-    finally:
-        http.close()
 
 
 async def clear_prefix_cache(engine_url: str) -> None:
@@ -114,9 +112,9 @@ async def clear_prefix_cache(engine_url: str) -> None:
     Raises:
         LaunchError: it never succeeded, or the engine cannot be reached.
     """
-    http, status, body = HttpClient(engine_url), 0, b""
+    status, body = 0, b""
     try:
-        async with asyncio.timeout(ENGINE_TIMEOUT_S):
+        async with asyncio.timeout(ENGINE_TIMEOUT_S), _client_of(engine_url) as http:
             while True:
                 status, body = await http.post("/reset_prefix_cache", b"", timeout_s=ENGINE_TIMEOUT_S)
                 if status == 200 and b"false" not in body:
@@ -128,10 +126,6 @@ async def clear_prefix_cache(engine_url: str) -> None:
                 await asyncio.sleep(0.1)
     except TimeoutError:
         raise LaunchError(f"the engine at {engine_url} keeps its prefix cache: {status} {body[:200]!r}") from None
-    except FAULTS as fault:
-        raise LaunchError(f"{engine_url}: {fault}") from None
-    finally:
-        http.close()
     if status == 404:
         raise LaunchError(f"vLLM at {engine_url} cannot clear its prefix cache; start it with VLLM_SERVER_DEV_MODE=1")
 
@@ -145,12 +139,19 @@ async def counted(engine_urls: Sequence[str]) -> Counts:
     """
     total = Counts()
     for url in engine_urls:
-        http = HttpClient(url)
-        try:
+        async with _client_of(url) as http:
             _, page = await http.get("/metrics", ENGINE_TIMEOUT_S)
-        except FAULTS as fault:
-            raise LaunchError(f"{url}: {fault}") from None
-        finally:
-            http.close()
         total += counts(page.decode())
     return total
+
+
+@asynccontextmanager
+async def _client_of(engine_url: str) -> AsyncIterator[HttpClient]:
+    """Raises LaunchError, which names the engine, for every fault of a request."""
+    http = HttpClient(engine_url)
+    try:
+        yield http
+    except FAULTS as fault:
+        raise LaunchError(f"{engine_url}: {fault}") from None
+    finally:
+        http.close()

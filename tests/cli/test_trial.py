@@ -19,7 +19,7 @@ from engines.profiles import load_profile
 from engines.simulated.server import serve_engine
 from engines.simulated.settings import SimulatedEngineSettings
 from engines.vllm import Vllm
-from heddle.real import clear_prefix_cache, counted
+from heddle.real import clear_prefix_cache, counted, warm_up
 from heddle.rollouts import START_TIMEOUT_S
 from heddle.track import EngineGone, Track
 from heddle.trial import (
@@ -287,6 +287,12 @@ async def test_an_engine_that_is_gone_between_rollouts_is_named() -> None:
     """When its counters are read."""
     with pytest.raises(LaunchError, match=r"^http://127\.0\.0\.1:1: no connection"):
         await counted(["http://127.0.0.1:1"])
+
+
+async def test_an_engine_that_dies_before_it_is_warm_is_named() -> None:
+    """By `heddle real`, in one line. It was a traceback."""
+    with pytest.raises(LaunchError, match=r"^http://127\.0\.0\.1:1: no connection"):
+        await warm_up("http://127.0.0.1:1")
 
 
 def test_a_rollout_with_failed_turns_is_compared_with_nothing() -> None:
