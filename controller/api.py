@@ -13,8 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr
 from controller.desired import Refused
 from controller.journal import JournalAway
 from controller.loop import Controller
-from controller.report import alarms, proposal_json, status
-from controller.report import in_words as steps_in_words
+from controller.report import alarms, proposal_json, status, steps_in_words
 from engines.validation_errors import in_words
 
 Tp = Annotated[int, Field(ge=1, le=1024)]

@@ -12,10 +12,9 @@ from controller.journal import check_owner, read_state
 from controller.launcher import Launcher
 from controller.observed import observed_servers
 from controller.planning import Proposal
-from controller.report import in_words
+from controller.report import steps_in_words
 from controller.steps import ObservedServer, Step, is_reached
-from scheduling.fleets import in_words as sizes_in_words
-from scheduling.fleets import largest_first
+from scheduling.fleets import in_words, largest_first
 
 
 class LauncherAway(Exception):
@@ -45,7 +44,7 @@ async def told(fleet: FleetFile, launcher: Launcher) -> list[str]:
         await demand.aclose()
         gateway.close()
     sizes = largest_first(one.tp for one in seen if one.is_serving)
-    lines = [f"Fleet {fleet.fleet}: {sizes_in_words(sizes) or 'nothing'} serves."]
+    lines = [f"Fleet {fleet.fleet}: {in_words(sizes) or 'nothing'} serves."]
     limits = fleet.limits
     desired = DesiredFleet(fleet, lambda: devices, lambda: state)
     if state.changed_at is None:
@@ -55,7 +54,7 @@ async def told(fleet: FleetFile, launcher: Launcher) -> list[str]:
         except Refused as refused:
             return [*lines, f"It is not possible: {refused}."]
     elif not is_reached(desired.at_hand(seen), seen):
-        wanted = sizes_in_words(largest_first(one.tp for one in state.wanted))
+        wanted = in_words(largest_first(one.tp for one in state.wanted))
         lines.append(f"It is changing to {wanted or 'nothing'} ({state.why}).")
         rounds = itinerary(
             state.wanted,
@@ -73,7 +72,7 @@ async def told(fleet: FleetFile, launcher: Launcher) -> list[str]:
             proposal = desired.proposed_next(seen)
         more, rounds = _planned(fleet, desired, proposal, state.is_manual, seen)
         lines += more
-    lines += in_words(rounds, state, seen) or ["Nothing to do."]
+    lines += steps_in_words(rounds, state, seen) or ["Nothing to do."]
     return [*lines, "Nothing was changed."]
 
 
@@ -82,7 +81,7 @@ def _planned(
 ) -> tuple[list[str], list[list[Step]]]:
     if isinstance(proposal, str):
         return [f"No plan: {proposal}."], []
-    lines = [f"Plan: {sizes_in_words(proposal.tps)}. {proposal.why}."]
+    lines = [f"Plan: {in_words(proposal.tps)}. {proposal.why}."]
     if proposal.relaunch_s:
         lines.append(f"Gain: {proposal.gain_s:.0f} s, after a relaunch of {proposal.relaunch_s:.0f} s.")
     if not proposal.is_worth_it:

@@ -66,7 +66,7 @@ def proposal_json(proposal: Proposal | str) -> Json:
     return {**asdict(proposal), "current_s": current_s, "gain_s": gain_s}
 
 
-def in_words(rounds: Sequence[Sequence[Step]], state: State, seen: Sequence[ObservedServer]) -> list[str]:
+def steps_in_words(rounds: Sequence[Sequence[Step]], state: State, seen: Sequence[ObservedServer]) -> list[str]:
     """A line for each step: what, why, and how long it took recently."""
     tps = {one.server_id: one.tp for one in seen}
     woken = set()
