@@ -35,7 +35,7 @@ def server_spec(fleet: FleetFile, wanted: DesiredServer, asleep: Iterable[str] =
     """
     command, environment = {"vllm": _vllm, "sglang": _sglang, "sim": _sim}[fleet.engine.kind](fleet, wanted)
     if wanted.tp in fleet.sleep.tp_sizes and fleet.engine.kind != "sim":
-        more, variables = SLEEP[fleet.engine.kind].flags(fleet.sleep.level, has_gpu=not fleet.cpu_slots)
+        more, variables = SLEEP[fleet.engine.kind].flags(has_gpu=not fleet.cpu_slots)
         command, environment = [*command, *more], environment | variables
     flags = (*fleet.engine.flags, *fleet.engine.flags_by_tp.get(wanted.tp, ()))
     return ServerSpec(

@@ -36,7 +36,7 @@ class Sleep(Protocol):
 
     levels: frozenset[int]
 
-    def flags(self, level: int, has_gpu: bool) -> tuple[list[str], dict[str, str]]:
+    def flags(self, has_gpu: bool) -> tuple[list[str], dict[str, str]]:
         """Flags and environment of a server that can sleep."""
         ...
 
@@ -56,7 +56,7 @@ class VllmSleep:
 
     levels = frozenset({1, 2})
 
-    def flags(self, level: int, has_gpu: bool) -> tuple[list[str], dict[str, str]]:
+    def flags(self, has_gpu: bool) -> tuple[list[str], dict[str, str]]:
         return ["--enable-sleep-mode"] if has_gpu else [], {"VLLM_SERVER_DEV_MODE": "1"}
 
     async def fall_asleep(self, http: HttpClient, level: int, timeout_s: float) -> None:
@@ -77,7 +77,7 @@ class SglangSleep:
 
     levels = frozenset({1})
 
-    def flags(self, level: int, has_gpu: bool) -> tuple[list[str], dict[str, str]]:
+    def flags(self, has_gpu: bool) -> tuple[list[str], dict[str, str]]:
         return ["--enable-memory-saver", "--enable-weights-cpu-backup"], {}
 
     async def fall_asleep(self, http: HttpClient, level: int, timeout_s: float) -> None:

@@ -59,7 +59,7 @@ class Dialect(Protocol):
     def check_chat(self, body: dict[str, Any]) -> None:
         """Raises ApiError for combinations of a chat's fields that this engine refuses."""
 
-    async def admit(self, is_stream: bool) -> None:
+    async def admit(self) -> None:
         """Lets a request in: may wait, or raise ApiError, which is answered with its HTTP status."""
 
     def late_refusal(self) -> ApiError | None:

@@ -122,7 +122,7 @@ async def run(
     whole: Callable[[Running], Body],
 ) -> None:
     """Runs the request, and answers as a stream or as a whole."""
-    await dialect.admit(asked.is_stream)
+    await dialect.admit()
     refusal = dialect.late_refusal()
     if refusal is not None and not asked.is_stream:
         raise refusal

@@ -78,7 +78,7 @@ class SglangDialect:
         if flag(body, "stream") and flag(body, "return_token_ids"):
             raise ApiError(400, "return_token_ids is not supported in streams.", param="return_token_ids")
 
-    async def admit(self, is_stream: bool) -> None:
+    async def admit(self) -> None:
         await self._may_enter.wait()
 
     def late_refusal(self) -> ApiError | None:

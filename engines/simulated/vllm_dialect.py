@@ -81,7 +81,7 @@ class VllmDialect:
         if body.get("tool_choice") not in (None, "none", "auto") and not body.get("tools"):
             raise ApiError(400, "When using `tool_choice`, `tools` must be set.", param="tool_choice")
 
-    async def admit(self, is_stream: bool) -> None:
+    async def admit(self) -> None:
         self._service.check_queue()
 
     def late_refusal(self) -> ApiError | None:
