@@ -29,7 +29,7 @@ from controller.kubernetes_pod import (
     pod_name,
     server_of,
 )
-from controller.launcher import Launcher, LaunchFailed, Server, ServerSpec, ServerState
+from controller.launcher import Launcher, LaunchFailed, Server, ServerSpec, check_free
 
 try:
     import kubernetes
@@ -156,7 +156,10 @@ class KubernetesLauncher:
     def _launch(self, spec: ServerSpec) -> Server:
         pod = engine_pod(spec, self._template, self._resource, self._port)
         if (there := self._read_pod(pod["metadata"]["name"])) is None:
-            self._check_devices(spec)
+            if unknown := set(spec.devices) - set(self.inventory()):
+                raise LaunchFailed(f"no such device, or its node is not ready: {', '.join(sorted(unknown))}")
+            # It may be among them by now: another controller was first.
+            check_free(spec, (server_of(pod, (), "", self._port) for pod in self._read_pods(_SELECTOR)))
             if self._owner:
                 pod["metadata"]["ownerReferences"] = [self._owner_reference()]
             try:
@@ -169,18 +172,6 @@ class KubernetesLauncher:
         if there is None or not is_of(there, spec.server_id):
             raise LaunchFailed(f"the Pod {pod['metadata']['name']} is another one, or goes away")
         return server_of(there, (), "", self._port)
-
-    def _check_devices(self, spec: ServerSpec) -> None:
-        if unknown := set(spec.devices) - set(self.inventory()):
-            raise LaunchFailed(f"no such device, or its node is not ready: {', '.join(sorted(unknown))}")
-        for pod in self._read_pods(_SELECTOR):
-            server = server_of(pod, (), "", self._port)
-            held = set(spec.devices) & set(server.spec.devices)
-            is_other = (
-                server.spec.server_id != spec.server_id
-            )  # else another controller was first, as _launch finds out
-            if held and is_other and server.state is not ServerState.EXITED:
-                raise LaunchFailed(f"{server.spec.server_id} holds {', '.join(sorted(held))}")
 
     def _find(self, selector: str) -> list[Server]:
         pods = sorted(self._read_pods(f"{_SELECTOR},{selector}"), key=lambda pod: pod["metadata"]["creationTimestamp"])

@@ -1,7 +1,7 @@
 """The interface of every launcher, whatever it launches with: processes of this machine, Ray placement groups,
 Kubernetes."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
@@ -69,6 +69,14 @@ def loaded_spec(written: Mapping[str, Any]) -> ServerSpec:
 
 class LaunchFailed(Exception):
     """The launcher could not start the server at all: no such device, no permission, or its API refused."""
+
+
+def check_free(spec: ServerSpec, servers: Iterable[Server]) -> None:
+    """Raises LaunchFailed if another of these servers holds one of its devices."""
+    for server in servers:
+        held, shares_it = set(spec.devices) & set(server.spec.devices), {spec.server_id, *spec.beside}
+        if held and server.state is not ServerState.EXITED and server.spec.server_id not in shares_it:
+            raise LaunchFailed(f"{server.spec.server_id} holds {', '.join(sorted(held))}")
 
 
 class Launcher(Protocol):

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from controller import local_guard
-from controller.launcher import LaunchFailed, Server, ServerSpec, ServerState, loaded_spec
+from controller.launcher import LaunchFailed, Server, ServerSpec, ServerState, check_free, loaded_spec
 from controller.local_processes import Look, Sessions
 from engines.children import free_port
 
@@ -123,7 +123,9 @@ class LocalLauncher:
         with self._locked():
             if not folder.exists():
                 servers = self._servers("*")
-                self._check_devices(spec, servers)
+                if unknown := set(spec.devices) - set(self._devices):
+                    raise LaunchFailed(f"no such device here: {', '.join(sorted(unknown))}; there are {self._devices}")
+                check_free(spec, servers)
                 self._write(folder, spec, {server.url for server in servers})
                 self._prune(spec.fleet_id)
         # Outside the lock, and again if an earlier launch broke off here: the guard knows whether it is too late.
@@ -133,14 +135,6 @@ class LocalLauncher:
             said = ended.stderr.decode(errors="replace").strip().rpartition("\n")[2]
             raise OSError(f"its guard did not begin: {said or 'it was killed'}")
         return _server(folder, self._sessions.look())
-
-    def _check_devices(self, spec: ServerSpec, servers: Sequence[Server]) -> None:
-        if unknown := set(spec.devices) - set(self._devices):
-            raise LaunchFailed(f"no such device here: {', '.join(sorted(unknown))}; there are {self._devices}")
-        for server in servers:
-            held = set(spec.devices) & set(server.spec.devices)
-            if held and server.state is not ServerState.EXITED and server.spec.server_id not in spec.beside:
-                raise LaunchFailed(f"{server.spec.server_id} holds {', '.join(sorted(held))}")
 
     def _write(self, folder: Path, spec: ServerSpec, taken_urls: set[str | None]) -> None:
         port = free_port()

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
 
-from controller.launcher import Launcher, LaunchFailed, Server, ServerSpec, ServerState, loaded_spec
+from controller.launcher import Launcher, LaunchFailed, Server, ServerSpec, ServerState, check_free, loaded_spec
 
 try:
     import ray
@@ -140,11 +140,10 @@ class RayLauncher:
         num_devices = Counter(node_ids[device.rpartition("/")[0]] for device in spec.devices)
         if len(num_devices) > 1 and not self._across_nodes:
             raise LaunchFailed(f"{spec.server_id} would span {len(num_devices)} nodes; across_nodes is off")
-        for server in _servers(all_records()):
-            held = set(spec.devices) & set(server.spec.devices)
-            if held and server.state is not ServerState.EXITED:
-                raise LaunchFailed(f"{server.spec.server_id} holds {', '.join(sorted(held))}")
-            if held:
+        servers = _servers(all_records())
+        check_free(spec, servers)
+        for server in servers:
+            if set(spec.devices) & set(server.spec.devices):
                 _release(server.spec.server_id)  # Its keeper may have died before it could release them.
         return dict(num_devices)
 
