@@ -40,6 +40,7 @@ class OpenAIStream:
         choice_bytes: ChoiceBytes,
     ) -> None:
         options = mapping(body, "stream_options")
+        self._service = service
         self._tokenizer = service.tokenizer
         self._dialect = dialect
         self._running = running
@@ -74,14 +75,11 @@ class OpenAIStream:
                 self._has_begun[index] = True
                 events.append(self._role_event(index))
             self._seen[index] = end
-            if self._merges and begin < end:
-                events.append(self._token_event(index, generation, begin, end, has_ended and not self._ends_apart))
-            else:
-                for at in range(begin, end):
-                    is_last = has_ended and at + 1 == end and not self._ends_apart
-                    # A token that only begins a tool call adds nothing yet; vLLM sends no event for it.
-                    if is_last or self._says_something(generation, at):
-                        events.append(self._token_event(index, generation, at, at + 1, is_last))
+            for first, last in self._service.chunks(begin, end):
+                is_last = has_ended and last == end and not self._ends_apart
+                # A token that only begins a tool call adds nothing yet; vLLM sends no event for it.
+                if self._merges or is_last or self._says_something(generation, first):
+                    events.append(self._token_event(index, generation, first, last, is_last))
             if has_ended and not self._has_ended[index]:
                 self._has_ended[index] = True
                 if self._ends_apart:
