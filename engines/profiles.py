@@ -40,13 +40,8 @@ def load_profile(name: str) -> EngineProfile:
     Raises:
         ValueError: there is no such profile or file, or the file is malformed; the message names the nearest ones.
     """
-    path, separator, in_file = name.rpartition(":")
-    if separator:
-        profiles = _read_file(Path(path))
-        wanted = in_file
-    else:
-        profiles = _read_built_in()
-        wanted = name
+    path, separator, wanted = name.rpartition(":")
+    profiles = _read_file(Path(path)) if separator else _read_built_in()
     if wanted in profiles:
         return profiles[wanted]
     if ".toml" in wanted:
