@@ -1,5 +1,8 @@
 """Logs of vLLM and SGLang become trajectories: token ids, sessions and times link their calls."""
 
+import json
+import re
+import time
 import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,15 +40,55 @@ def test_vllm_log_gives_lengths_times_and_the_order_of_calls(tmp_path: Path, for
 
 
 @pytest.mark.parametrize("order", [range(10), [0, 4, *range(1, 4), *range(5, 10)]], ids=["in order", "mixed"])
-def test_a_vllm_log_may_pass_new_year(tmp_path: Path, order: Sequence[int]) -> None:
-    """Its lines have no year. Those after midnight were sorted before the others, which tore conversations apart. If
-    two processes write one log, a line of the old year may come after one of the new."""
+@pytest.mark.parametrize("days", ["12-31 01-01", "02-28 03-01", "02-28 02-29", "02-29 03-01"])
+def test_a_vllm_log_may_pass_midnight(tmp_path: Path, days: str, order: Sequence[int]) -> None:
+    """Its lines have no year. Those after new year were sorted before the others, which tore conversations apart, and
+    every year had a 29 February. If two processes write one log, a line of the old day may come after one of the new.
+    """
+    before, after = days.split()
     written = [
-        f"DEBUG {f'12-31 23:59:{57 + at_s}' if at_s < 3 else f'01-01 00:00:0{at_s - 3}'} [logger.py:55] {message}"
+        f"DEBUG {f'{before} 23:59:{57 + at_s}' if at_s < 3 else f'{after} 00:00:0{at_s - 3}'} [logger.py:55] {message}"
         for at_s, message in VLLM_MESSAGES
     ]
     path = lines(tmp_path / "server.log", *(written[number] for number in order))
     assert shapes(import_trace(path)) == [(64, (Turn(0, 3, 3.0), Turn(2, 3, 0.0)))]
+
+
+def in_spring(line: Any) -> str:
+    """A line with its seconds before 2 o'clock in the first half of a minute, and after 3 o'clock in the second."""
+    text = line if isinstance(line, str) else json.dumps(line)
+    text = text.replace("11-21", "03-31").replace("2026-", "2024-")
+    return re.sub(
+        r"([ T])05:00:(\d\d)", lambda at: f"{at[1]}{'01:59' if int(at[2]) < 5 else '03:00'}:{at[2]}", text, count=1
+    )
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        *([form(at_s, message) for at_s, message in VLLM_MESSAGES] for form in (vllm_text, vllm_json)),
+        *(
+            [form("a", 3, 0.5, 64, 3, input_ids=PROMPT), form("b", 9, 0.5, 69, 3, input_ids=[*PROMPT, *ANSWER, 1, 2])]
+            for form in (sglang_text, sglang_json)
+        ),
+    ],
+    ids=["vLLM's text", "vLLM's JSON", "SGLang's text", "SGLang's JSON"],
+)
+def test_an_import_does_not_depend_on_this_machines_time_zone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: list[Any]
+) -> None:
+    """Times have no offset. A tool call over the hour that clocks here skip in spring was an hour shorter."""
+    path = lines(tmp_path / "server.log", *map(in_spring, written))
+    found = []
+    with monkeypatch.context() as environment:
+        for zone in ("UTC", "Europe/Berlin"):
+            environment.setenv("TZ", zone)
+            time.tzset()
+            found.append(shapes(import_trace(path)))
+    time.tzset()
+    assert found[0] == found[1]
+    [(_, (first, _))] = found[0]
+    assert first.tool_s > 3_600
 
 
 def test_vllm_log_of_older_versions_has_everything_in_one_line(tmp_path: Path) -> None:

@@ -65,6 +65,16 @@ def test_a_folder_and_a_file_of_conversations_read_the_same(tmp_path: Path) -> N
     assert set(import_trace(folder).groups) == {"c1", "c2", "c3", "c4", "c5"}
 
 
+def test_folders_within_a_folder_are_left_out(tmp_path: Path) -> None:
+    """They were left out unsaid, and one with a file's ending was opened as a file."""
+    (tmp_path / "c1.json").write_text(json.dumps(conversation(id="c1")))
+    for inner in ("more", "more.json"):
+        (tmp_path / inner).mkdir()
+        (tmp_path / inner / "c2.json").write_text(json.dumps(conversation(id="c2")))
+    workload = import_trace(tmp_path)
+    assert list(workload.groups) == ["c1"] and workload.left_out == "folders within it: 2"
+
+
 def test_a_wait_is_no_longer_than_the_time_since_the_call_before_it_began(tmp_path: Path) -> None:
     """Published traces count `think_time` from the last request with an `api_time`, over requests without one."""
     requests = [

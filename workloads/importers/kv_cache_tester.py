@@ -31,6 +31,7 @@ _ROUNDED_S = 1.0
 
 def read_kv_cache_tester(path: Path) -> Workload:
     """The workload of one conversation, of JSON lines of conversations, or of a folder of such files, gzipped or not.
+    Folders within the folder are left out.
 
     Raises:
         TraceError: If a file is malformed or an id is repeated; the message names the request and the field.
@@ -48,7 +49,9 @@ def read_kv_cache_tester(path: Path) -> Workload:
             replace(strand, trajectory_id=f"{group_id}-{number}", group_id=group_id)
             for number, strand in enumerate(strands)
         ]
-    return Workload(path.name.split(".")[0], tuple(trajectories))
+    num_folders = sum(inner.is_dir() for inner in path.iterdir()) if path.is_dir() else 0
+    left_out = f"folders within it: {num_folders:,}" if num_folders else ""
+    return Workload(path.name.split(".")[0], tuple(trajectories), left_out)
 
 
 def _conversations(path: Path) -> Iterator[Record]:
@@ -62,7 +65,9 @@ def _conversations(path: Path) -> Iterator[Record]:
 
 
 def _files(path: Path) -> list[Path]:
-    return sorted(file for file in path.iterdir() if file.name.endswith(_ENDINGS)) if path.is_dir() else [path]
+    if not path.is_dir():
+        return [path]
+    return sorted(file for file in path.iterdir() if file.name.endswith(_ENDINGS) and not file.is_dir())
 
 
 def _is_document(text: str) -> bool:

@@ -39,8 +39,9 @@ _OUTPUT_IDS = re.compile(r"output_token_ids: [\[(]([\d, ]*)[\])]")
 _NUMBERED = re.compile(r"(.+)_\d+")
 _STREAM_LENGTH = re.compile(r"<streaming_complete: (\d+) tokens>")
 _HOW_TO_LOG_ANSWERS = "log answers with --enable-log-outputs --enable-log-deltas --log-level DEBUG"
-_ANY_LEAP_YEAR = 2024
-_LEAP_YEAR_S = 366 * 86_400.0
+_LEAP_YEAR = 2024  # `strptime` must know 29 February
+_DAY_S = 86_400.0
+_YEAR_S = 365 * _DAY_S
 _BLOCK_TOKENS = 16
 
 
@@ -61,15 +62,23 @@ class _Request:
 class _Calendar:
     """Puts times without a year, line by line, into the year in which they are nearest to the latest one so far.
 
-    Several processes write one log, so lines of the old year may come after some of the new one.
+    Several processes write one log, so lines of the old year may come after some of the new one. A year has a 29
+    February if the log has a line of that day.
     """
 
-    latest_s: float = 0.0
+    latest_s: float | None = None
+    leap_years: set[int] = field(default_factory=set)
 
-    def at_s(self, in_year_s: float) -> float:
-        years = round((self.latest_s - in_year_s) / _LEAP_YEAR_S) if self.latest_s else 0
-        at_s = in_year_s + years * _LEAP_YEAR_S
-        self.latest_s = max(self.latest_s, at_s)
+    def at_s(self, time: str) -> float:
+        """Seconds since the first line's year began, of a time such as `11-21 05:00:30`. Raises ValueError."""
+        found = datetime.strptime(f"{_LEAP_YEAR}-{time}", "%Y-%m-%d %H:%M:%S")
+        in_year_s = (found - datetime(_LEAP_YEAR, 1, 1)).total_seconds() - _DAY_S * (found.month > 2)
+        year = round((self.latest_s - in_year_s) / _YEAR_S) if self.latest_s is not None else 0
+        if (found.month, found.day) == (2, 29):
+            self.leap_years.add(year)
+        num_leap_days = sum(leap < year or (leap == year and found.month > 2) for leap in self.leap_years)
+        at_s = in_year_s + year * _YEAR_S + num_leap_days * _DAY_S
+        self.latest_s = at_s if self.latest_s is None else max(self.latest_s, at_s)
         return at_s
 
 
@@ -149,7 +158,7 @@ def _message(line: str, calendar: _Calendar) -> tuple[float, str, str, str | Non
     if line.startswith("{"):
         try:
             record = json.loads(line)
-            at_s = datetime.strptime(record["asctime"], "%Y-%m-%d %H:%M:%S,%f").timestamp()
+            at_s = datetime.strptime(record["asctime"] + "Z", "%Y-%m-%d %H:%M:%S,%f%z").timestamp()
             text = str(record["message"])
         except (ValueError, KeyError, TypeError, RecursionError):
             return None
@@ -157,7 +166,7 @@ def _message(line: str, calendar: _Calendar) -> tuple[float, str, str, str | Non
         parts = _TEXT_LINE.search(_COLOUR.sub("", line))
         if parts is None:
             return None
-        at_s = calendar.at_s(datetime.strptime(f"{_ANY_LEAP_YEAR}-{parts[1]}", "%Y-%m-%d %H:%M:%S").timestamp())
+        at_s = calendar.at_s(parts[1])
         text = parts[2].rstrip("\n")
     message = _MESSAGE.match(text)
     return None if message is None else (at_s, message[1], message[2], message[3], message[4])
