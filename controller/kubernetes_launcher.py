@@ -158,7 +158,7 @@ class KubernetesLauncher:
         if (there := self._read_pod(pod["metadata"]["name"])) is None:
             if unknown := set(spec.devices) - set(self.inventory()):
                 raise LaunchFailed(f"no such device, or its node is not ready: {', '.join(sorted(unknown))}")
-            # It may be among them by now: another controller was first.
+            # This server may be among them by now: then another controller was first, which is found out below.
             check_free(spec, (server_of(pod, (), "", self._port) for pod in self._read_pods(_SELECTOR)))
             if self._owner:
                 pod["metadata"]["ownerReferences"] = [self._owner_reference()]

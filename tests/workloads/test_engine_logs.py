@@ -80,12 +80,14 @@ def test_an_import_does_not_depend_on_this_machines_time_zone(
     """Times have no offset. A tool call over the hour that clocks here skip in spring was an hour shorter."""
     path = lines(tmp_path / "server.log", *map(in_spring, written))
     found = []
-    with monkeypatch.context() as environment:
+    try:
         for zone in ("UTC", "Europe/Berlin"):
-            environment.setenv("TZ", zone)
+            monkeypatch.setenv("TZ", zone)
             time.tzset()
             found.append(shapes(import_trace(path)))
-    time.tzset()
+    finally:
+        monkeypatch.undo()
+        time.tzset()
     assert found[0] == found[1]
     [(_, (first, _))] = found[0]
     assert first.tool_s > 3_600

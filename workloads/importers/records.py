@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,11 @@ def read_records(path: Path) -> Iterator[Record]:
     """
     for where, line in read_lines(path):
         yield Record.parse(line, where)
+
+
+def seconds_of(time: datetime) -> float:
+    """Since 1970. A time without an offset is read as UTC: the server's zone is unknown, and need not be ours."""
+    return (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp()
 
 
 @contextmanager

@@ -17,11 +17,11 @@ import ast
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 
 from workloads.importers.calls import Call, blocks_of, workload_by_prefix, workload_of_sessions
-from workloads.importers.records import Record, read_at, read_lines
+from workloads.importers.records import Record, read_at, read_lines, seconds_of
 from workloads.traces import TraceError
 from workloads.trajectories import Workload
 
@@ -107,18 +107,13 @@ def _from_json(record: Record) -> _Finished | None:
         return None, None
     timestamp = record.text("timestamp")
     try:
-        ended_at_s = _seconds(datetime.fromisoformat(timestamp))
+        ended_at_s = seconds_of(datetime.fromisoformat(timestamp))
     except ValueError as error:
         raise record.error("timestamp", "must be a time in ISO 8601") from error
     session = asked.fields.get("session_params")
     has_session = isinstance(session, dict) and session.get("id") is not None
     session_id = Record(session, f"{asked.where}, session_params").name("id") if has_session else None
     return session_id, _call(meta, _content(asked), ended_at_s)
-
-
-def _seconds(found: datetime) -> float:
-    """Since the epoch. A time without an offset is read as UTC: the server's zone is unknown, and need not be ours."""
-    return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
 
 
 def _content(asked: Record) -> Sequence[int] | str:
@@ -148,7 +143,7 @@ def _from_text(line: str, where: str) -> _Finished | None:
         return None, None
     at = _AT.search(line.partition(_FINISHED)[0])
     if at is not None:
-        ended_at_s: float | None = _seconds(datetime.strptime(at[1], "%Y-%m-%d %H:%M:%S"))
+        ended_at_s: float | None = seconds_of(datetime.strptime(at[1], "%Y-%m-%d %H:%M:%S"))
     else:
         ended_at_s = meta.fields.get("response_sent_to_client_ts")
     ids, text, session = _INPUT_IDS.search(asked), _TEXT.search(asked), _SESSION.search(asked)

@@ -21,7 +21,7 @@ from datetime import datetime
 from pathlib import Path
 
 from workloads.importers.calls import Call, blocks_of, workload_by_prefix
-from workloads.importers.records import read_at, read_lines
+from workloads.importers.records import read_at, read_lines, seconds_of
 from workloads.traces import TraceError
 from workloads.trajectories import Workload
 
@@ -158,7 +158,7 @@ def _message(line: str, calendar: _Calendar) -> tuple[float, str, str, str | Non
     if line.startswith("{"):
         try:
             record = json.loads(line)
-            at_s = datetime.strptime(record["asctime"] + "Z", "%Y-%m-%d %H:%M:%S,%f%z").timestamp()
+            at_s = seconds_of(datetime.strptime(record["asctime"], "%Y-%m-%d %H:%M:%S,%f"))
             text = str(record["message"])
         except (ValueError, KeyError, TypeError, RecursionError):
             return None
