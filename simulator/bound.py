@@ -56,7 +56,9 @@ def fleet_bound_s(
     turns = _columns(trajectories)
     path_s = _critical_path_s(turns, kinds, speculation)
     costs = [np.stack([_work_s(turns, kind, share, speculation) for kind in kinds]) for share in KV_SHARES]
-    return max([path_s, *(_shared_out_s(cost, numbers) for cost in costs)])
+    # Weights by their GPUs are those of the best fleet's bound, which is therefore never above this one.
+    weights = np.array([kind.tp for kind in kinds], dtype=float)
+    return max([path_s, *(_shared_out_s(cost, numbers, weights) for cost in costs)])
 
 
 def best_fleet_bound_s(
@@ -139,13 +141,13 @@ def _work_s(turns: _Turns, profile: EngineProfile, kv_share: float, speculation:
     return np.asarray(decode_ms / 1000 + _prefill_s(turns, profile))
 
 
-def _shared_out_s(costs: Floats, numbers: Floats) -> float:
+def _shared_out_s(costs: Floats, numbers: Floats, weights: Floats) -> float:
     """Least time in which `numbers` engines of each kind can do work whose `costs` are rows of kinds (fractionally).
 
     By duality, it is the maximum over weights v with sum(numbers * v) = 1 of sum over the work of min over kinds of v *
-    cost. Every v gives a bound, so the search need not be exact.
+    cost. Every v gives a bound, so the search need not be exact; it begins with `weights`.
     """
-    loads = np.ones(len(numbers)) / numbers.sum()
+    loads = weights / (weights * numbers).sum()
     best = 0.0
     for step in range(NUM_WEIGHT_STEPS if len(numbers) > 1 else 1):
         weighted = loads[:, None] * costs

@@ -177,3 +177,13 @@ def test_unlike_engines_share_work_and_the_fastest_bounds_the_longest() -> None:
     slow, fast, both = (fleet_bound_s(crowd, fleet) for fleet in ([TP1], [TP4], [TP1, TP4]))
     # Each engine takes what it is better at, which is slightly faster than equal shares of everything.
     assert 1 <= (1 / both) / (1 / slow + 1 / fast) < 1.1
+
+
+@pytest.mark.parametrize("numbers", [(1, 1), (3, 4), (2, 4)])
+def test_a_fleets_bound_is_never_below_that_of_the_best_fleet(numbers: tuple[int, int]) -> None:
+    """One prompt is all the work. The search for weights stopped 0.1 % below those of the best fleet's bound."""
+    family = [load_profile(f"toy-cpu-tp{tp}") for tp in (1, 2)]
+    fleet = [kind for kind, number in zip(family, numbers, strict=True) for _ in range(number)]
+    gpus = sum(engine.tp for engine in fleet)
+    prompt = crowd(1, 1, 113, Turn(0, 1, 0.0))
+    assert best_fleet_bound_s(prompt, family, gpus) <= fleet_bound_s(prompt, fleet) * (1 + 1e-12)
