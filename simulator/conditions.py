@@ -80,7 +80,8 @@ class Reshape:
 
     def __post_init__(self) -> None:
         assert self.every_s >= _MIN_EVERY_S, f"every_s: above 0, at least {_MIN_EVERY_S}"
-        assert self.relaunch_s >= 0 and self.min_gain_share >= 0, "relaunch_s and min_gain_share: from 0"
+        assert 0 <= self.relaunch_s < math.inf, "relaunch_s: from 0, and finite"
+        assert self.min_gain_share >= 0, "min_gain_share: from 0"
         for told in (self.expected_s, self.first_s):
             assert told is None or told >= 0, "expected_s and first_s: from 0"
         assert self.gpus_per_node > 0, "gpus_per_node: at least 1"

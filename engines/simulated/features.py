@@ -1,6 +1,10 @@
 """Optional features of an engine: speculative decoding, and a second tier for KV."""
 
+import math
 from dataclasses import dataclass
+
+# Drafts that slow steps down more are a mistake, and with some 1e-9 a run would not end.
+_MIN_SPEED_UP = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +20,8 @@ class Speculation:
     max_batch: int = 8
 
     def __post_init__(self) -> None:
-        assert self.speed_up > 0 and self.max_batch > 0, "speed_up above 0, max_batch at least 1"
+        assert _MIN_SPEED_UP <= self.speed_up < math.inf, f"speed_up: at least {_MIN_SPEED_UP}, and finite"
+        assert self.max_batch > 0, "max_batch: at least 1"
 
 
 @dataclass(frozen=True, slots=True)

@@ -144,7 +144,7 @@ def test_a_port_in_use_is_reported_with_one_line(capsys: pytest.CaptureFixture[s
         ("[faults]\nleaving_share = 2", "leaving_share"),
         ("[reshape]\nevery_s = 0", "every_s: above 0"),
         ("[transfer]\nbytes_per_s = 0", "bytes_per_s above 0"),
-        ("[features.speculation]\nspeed_up = 0", "speed_up above 0"),
+        ("[features.speculation]\nspeed_up = 0", "speed_up: at least 0.01"),
         ("[limits]\nkv_watermark = 7", "limits.kv_watermark"),
         ("[limits]\nqueue_timeout_s = -1", "limits.queue_timeout_s: at least 0"),
         ("[workload]\nscale = nan", "scale: above 0"),

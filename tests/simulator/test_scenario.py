@@ -112,7 +112,12 @@ def test_turns_have_no_queue_timeout_unless_the_file_sets_one(tmp_path: Path) ->
         ('policies = ["heddle", "verl", "heddle"]\n' + FLEET, "policies: heddle is there twice"),
         (FLEET.replace("tp = [1, 2]", "tp = [1, 2, 1]"), "fleet: tp: 1 is there twice"),
         (FLEET + "[reshape]\nevery_s = 1e-300", "reshape: every_s: above 0, at least 0.01"),
-        (FLEET + "[reshape]\nmin_gain_share = nan", "reshape: relaunch_s and min_gain_share: from 0"),
+        (FLEET + "[reshape]\nmin_gain_share = nan", "reshape: min_gain_share: from 0"),
+        (FLEET + "[reshape]\nrelaunch_s = inf", "reshape: relaunch_s: from 0, and finite"),
+        (
+            FLEET + "[features.speculation]\nspeed_up = 1e-9",
+            "features.speculation: speed_up: at least 0.01, and finite",
+        ),
         ("seeds = []\n" + FLEET, "policies and seeds: at least one of each"),
         (FLEET + "[limits]\nqueue_timeout_s = inf", "limits.queue_timeout_s: at least 0, and finite"),
         (FLEET + "[workload]\npreamble_tokens = -1", "workload: preamble_tokens: from 0, a million at most"),
