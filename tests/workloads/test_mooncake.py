@@ -6,7 +6,7 @@ import pytest
 
 from tests.workloads.forms import lines, mooncake, shapes, without
 from workloads.importers import import_trace
-from workloads.importers.calls import ASSUMED_TOKENS_PER_S, Call, workload_by_prefix
+from workloads.importers.calls import ASSUMED_TOKENS_PER_S
 from workloads.trajectories import Turn
 
 
@@ -89,23 +89,6 @@ def test_mooncake_rows_of_a_session_need_not_be_sorted(tmp_path: Path) -> None:
     later = [without(row, "timestamp") | {"delay": 500.0} for row in rows[1:]]
     [trajectory] = import_trace(lines(tmp_path / "t.jsonl", rows[0], *later), "mooncake").trajectories
     assert trajectory.context_tokens == 1_000
-
-
-def test_requests_with_one_prompt_are_linked_in_linear_time(tmp_path: Path) -> None:
-    """A load generator repeats a prompt many times. None continues another, and each is compared a few times at
-    most."""
-    num_comparisons = 0
-
-    class Prompt(int):
-        def __add__(self, other: int) -> int:
-            nonlocal num_comparisons
-            num_comparisons += 1
-            return int(self) + other
-
-    calls = [Call(Prompt(1_100), 20, (1, 2), started_at_s=float(number)) for number in range(1_000)]
-    workload = workload_by_prefix("load", calls)
-    assert (len(workload.trajectories), len(workload.groups)) == (1_000, 1)
-    assert num_comparisons <= 3 * len(calls)
 
 
 def test_mooncake_sessions_may_name_or_number_their_group(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ context that an agent cut down begins a new one.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, pairwise, repeat
@@ -92,18 +92,43 @@ def workload_by_prefix(name: str, calls: Iterable[Call]) -> Workload:
     return Workload(name, tuple(trajectories))
 
 
+_Key = tuple[int, int] | None
+"""A number of blocks, and the last of them; None without blocks."""
+
+
 def _strands_of_session(calls: Sequence[Call]) -> list[list[Call]]:
     strands: list[list[Call]] = []
+    # The numbers of strands by what a call must share with their last prompt to keep enough of it.
+    strands_by_key: defaultdict[_Key, set[int]] = defaultdict(set)
     for call in calls:
-        resting = [strand for strand in reversed(strands) if not _overlaps(strand[-1], call)]
+        # Without blocks a call may continue any strand, and any call a strand whose last call has none.
+        keys = [None, *enumerate(call.blocks, 1)] if call.blocks else list(strands_by_key)
+        numbers = chain.from_iterable(strands_by_key[key] for key in keys if key in strands_by_key)
+        fitting = [
+            (share, strands[number][-1].prompt_tokens, number)
+            for number in numbers
+            if not _overlaps(strands[number][-1], call)
+            and (share := _kept_share(strands[number][-1], call)) >= _MIN_KEPT_SHARE
+        ]
         # Among strands that fit equally well, the longest, then the latest: a long prompt could also hold the few
         # tokens of a side call.
-        strand = max(resting, key=lambda last: (_kept_share(last[-1], call), last[-1].prompt_tokens), default=None)
-        if strand is None or _kept_share(strand[-1], call) < _MIN_KEPT_SHARE:
-            strands.append([call])
+        if fitting:
+            number = max(fitting)[-1]
+            strands_by_key[_key(strands[number][-1])].remove(number)
         else:
-            strand.append(call)
+            number = len(strands)
+            strands.append([])
+        strands[number].append(call)
+        strands_by_key[_key(call)].add(number)
     return strands
+
+
+def _key(last: Call) -> _Key:
+    """What the blocks of a call hold that keeps just enough of this one's."""
+    if not last.blocks:
+        return None
+    num_kept = math.ceil(len(last.blocks) * _MIN_KEPT_SHARE)
+    return num_kept, last.blocks[num_kept - 1]
 
 
 def _kept_share(last: Call, call: Call) -> float:
