@@ -184,23 +184,18 @@ def too_many_turns(limit: int) -> Refused:
 def no_engine(num_engines: int) -> Refused:
     """503: no engine can serve it now."""
     why = f"0 of {num_engines} in the fleet; GET /v1/engines tells why" if num_engines else "the fleet has none"
-    error = api_error(503, f"No engine is ready: {why}.", "no_engine")
-    return Refused(error, retry_after_s=5.0, should_retry=True)
+    return _none_ready(f"No engine is ready: {why}.")
 
 
 def no_engine_with(model: str) -> Refused:
     """503: engines are ready, but none that serves the model."""
-    error = api_error(
-        503, f"No engine with the model {model[:200]!r} is ready; GET /v1/engines tells why.", "no_engine"
-    )
-    return Refused(error, retry_after_s=5.0, should_retry=True)
+    return _none_ready(f"No engine with the model {model[:200]!r} is ready; GET /v1/engines tells why.")
 
 
 def not_seen(model: str, num_unseen: int, num_engines: int) -> Refused:
     """503: no engine serves the model, as far as is known."""
     why = f"{num_unseen} of {num_engines} in the fleet were not seen yet; GET /v1/engines tells why"
-    error = api_error(503, f"No engine with the model {model[:200]!r} is ready: {why}.", "no_engine")
-    return Refused(error, retry_after_s=5.0, should_retry=True)
+    return _none_ready(f"No engine with the model {model[:200]!r} is ready: {why}.")
 
 
 def store_fault(error: StoreError) -> Refused:
@@ -234,3 +229,7 @@ def _listed(models: Iterable[str]) -> str:
     names = sorted(models)
     more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
     return ", ".join(f"{name[:200]!r}" for name in names[:_MAX_LISTED]) + more or "none"
+
+
+def _none_ready(message: str) -> Refused:
+    return Refused(api_error(503, message, "no_engine"), retry_after_s=5.0, should_retry=True)
