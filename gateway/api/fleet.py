@@ -97,7 +97,7 @@ class Engines:
             "moves_kv": server.moves_kv,
             "kv_tier": server.kv_tier or None,
             "kv_offered_tokens": member.kv_offered_tokens,
-            "token_legs": server.dialect is not None and server.dialect.tokens is not None,
+            "token_legs": server.token_routes is not None,
             "token_legs_note": (server.dialect.tokens_note if server.dialect else "") or None,
             "token_apis": by_tokens,
             "passed_apis": passed,
@@ -147,11 +147,7 @@ class Engines:
     def _room_for(self, model: str) -> float:
         """Tokens of the longest context with which a turn can continue from its tokens; 0 if it cannot anywhere."""
         known = self._driver.scheduler.engines
-        able = [
-            member.engine_id
-            for member in self.fleet.serving(model)
-            if member.server.dialect is not None and member.server.dialect.tokens is not None
-        ]
+        able = [member.engine_id for member in self.fleet.serving(model) if member.server.token_routes is not None]
         return max([known[engine_id].room for engine_id in able if engine_id in known], default=0)
 
     def _context_tokens(self, turn: Turn) -> int:

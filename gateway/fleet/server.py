@@ -11,6 +11,7 @@ from xxhash import xxh3_64_hexdigest
 from engines.dialect import Dialect, Observation
 from engines.http import HttpClient, HttpLimits
 from engines.probe import Model
+from engines.tokens import TokenRoutes
 from engines.upstream import RANK_HEADER
 from engines.weights import STARTED_WITH
 from gateway.engine_settings import EngineSettings
@@ -101,6 +102,11 @@ class Server:
     def server_id(self) -> str:
         """Its address, and which process there."""
         return self.address if self.generation == 1 else f"{self.address}~{self.generation}"
+
+    @property
+    def token_routes(self) -> TokenRoutes | None:
+        """None if it has none, as far as is known."""
+        return self.dialect.tokens if self.dialect is not None else None
 
     @property
     def num_legs(self) -> int:

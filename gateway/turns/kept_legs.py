@@ -134,9 +134,8 @@ class KeptLegs:
             return dispatch
         with suppress(UnknownEngine):
             server = self._fleet.get(engine_id).server
-            is_known = server.dialect is not None and server.dialect.tokens is not None
             is_running = any(leg.is_open() for leg in self._claimed[turn.turn_id].values())
-            if server.state is EngineState.READY or (is_known and is_running):
+            if server.state is EngineState.READY or (is_running and server.token_routes is not None):
                 return replace(dispatch, engine_id=engine_id)
         return dispatch
 

@@ -138,7 +138,7 @@ class TokenLegs:
 
         Raises: as `Legs.run`, and what HttpClient raises.
         """
-        routes = member.server.dialect.tokens if member.server.dialect is not None else None
+        routes = member.server.token_routes
         if routes is None:
             if turn.choices and turn.outlet.has_begun:
                 raise LegFailed(Fault.ENGINE, api_error(502, "The engine has no token routes.", "engine_failed"))
