@@ -7,7 +7,7 @@ from itertools import accumulate, product
 from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from gateway.fleet.fleet import Fleet
@@ -21,13 +21,15 @@ from predictor.background import BackgroundCounts
 from scheduling.scheduler import Scheduler
 from store.port import Store
 
+_ByLabels = dict[tuple[str, ...], int]
+
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _OUTCOMES = ("finished", "failed", "refused", "left", "aborted", "stopped")
 _SECONDS = (0.001, 0.005, 0.02, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
 
 
 class Metrics:
-    """Counts events; gauges are read from their owners when the page is made."""
+    """Counts events; what others know or count is read from them when the page is made."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -114,20 +116,7 @@ class Metrics:
         texts: BackgroundCounts | None,
     ) -> None:
         """Also show the state of these; `texts` is None if no text predictor runs."""
-        self.registry.register(_State(scheduler, fleet, ledger, store, worker_pool))
-        dropped = _Counts(
-            "heddle_dropped_trajectories",
-            "Trajectories of which something was dropped before its time: their tokens, or all.",
-            ("part",),
-        )
-        self.registry.register(_Dropped(dropped, scheduler, book))
-        if texts is not None:
-            shown = _Counts(
-                "heddle_text_predictions",
-                "Conversations read by the text predictor in tool calls, by outcome.",
-                ("outcome",),
-            )
-            self.registry.register(_TextPredictions(shown, texts))
+        self.registry.register(_State(scheduler, fleet, ledger, store, worker_pool, book, texts))
 
     def page(self) -> bytes:
         """The page for Prometheus."""
@@ -147,10 +136,7 @@ class _Counts(Collector):
 
     def collect(self) -> Iterator[CounterMetricFamily]:
         """Its current values."""
-        family = CounterMetricFamily(self._name, self._text, labels=self._labels)
-        for labels, count in self.counts.items():
-            family.add_metric(labels, count)
-        yield family
+        yield _counter(self._name, self._text, self._labels, self.counts)
 
 
 class _Times(Collector):
@@ -174,14 +160,23 @@ class _Times(Collector):
 
 
 class _State(Collector):
+    """What the gateway's parts know and count themselves."""
+
     def __init__(
-        self, scheduler: Scheduler, fleet: Fleet, ledger: Ledger, store: Store, worker_pool: WorkerPool
+        self,
+        scheduler: Scheduler,
+        fleet: Fleet,
+        ledger: Ledger,
+        store: Store,
+        worker_pool: WorkerPool,
+        book: TokenBook,
+        texts: BackgroundCounts | None,
     ) -> None:
         self._scheduler, self._fleet, self._ledger, self._store = scheduler, fleet, ledger, store
-        self._worker_pool = worker_pool
+        self._worker_pool, self._book, self._texts = worker_pool, book, texts
 
-    def collect(self) -> list[GaugeMetricFamily]:
-        """The current gauges."""
+    def collect(self) -> list[Metric]:
+        """The current gauges and counters."""
         health = self._store.health()
         members = self._fleet.members()
         running = sum(len(engine.running) for engine in self._scheduler.engines.values())
@@ -204,7 +199,7 @@ class _State(Collector):
         )
         for number, num_lent in enumerate(self._worker_pool.num_lent):
             lent.add_metric([str(number)], num_lent)
-        return [*gauges, engines, lent, *self._per_engine()]
+        return [*gauges, engines, lent, *self._per_engine(), *self._counters()]
 
     def _per_engine(self) -> list[GaugeMetricFamily]:
         up = GaugeMetricFamily("heddle_engine_up", "1 while the engine is ready.", labels=["engine"])
@@ -230,34 +225,23 @@ class _State(Collector):
             transit.add_metric(name, engine.transit.leg_s if engine is not None else 0.0)
         return [up, legs, claimed, used, transit]
 
-
-class _Dropped(Collector):
-    """What scheduler and token book dropped, which count it themselves."""
-
-    def __init__(self, shown: _Counts, scheduler: Scheduler, book: TokenBook) -> None:
-        self._shown, self._scheduler, self._book = shown, scheduler, book
-
-    def collect(self) -> Iterator[CounterMetricFamily]:
-        """Its current values."""
-        self._shown.counts["tokens",] = self._book.num_dropped
-        self._shown.counts["all",] = self._scheduler.num_forgotten_early
-        return self._shown.collect()
-
-
-class _TextPredictions(Collector):
-    """What became of the questions to the text predictor, which counts them itself."""
-
-    def __init__(self, shown: _Counts, counts: BackgroundCounts) -> None:
-        self._shown, self._counts = shown, counts
-
-    def collect(self) -> Iterator[CounterMetricFamily]:
-        """Its current values."""
-        counts = self._counts
-        named = {"in_time": counts.num_in_time, "late": counts.num_late}
-        named |= {"failed": counts.num_failed, "refused": counts.num_refused}
-        self._shown.counts.update({(outcome,): number for outcome, number in named.items()})
-        return self._shown.collect()
+    def _counters(self) -> Iterator[CounterMetricFamily]:
+        text = "Trajectories of which something was dropped before its time: their tokens, or all."
+        dropped: _ByLabels = {("tokens",): self._book.num_dropped, ("all",): self._scheduler.num_forgotten_early}
+        yield _counter("heddle_dropped_trajectories", text, ("part",), dropped)
+        if self._texts is not None:
+            text = "Conversations read by the text predictor in tool calls, by outcome."
+            outcomes: _ByLabels = {("in_time",): self._texts.num_in_time, ("late",): self._texts.num_late}
+            outcomes |= {("failed",): self._texts.num_failed, ("refused",): self._texts.num_refused}
+            yield _counter("heddle_text_predictions", text, ("outcome",), outcomes)
 
 
 def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
     return GaugeMetricFamily(name, text, value=value)
+
+
+def _counter(name: str, text: str, labels: tuple[str, ...], counts: _ByLabels) -> CounterMetricFamily:
+    family = CounterMetricFamily(name, text, labels=labels)
+    for values, count in counts.items():
+        family.add_metric(values, count)
+    return family

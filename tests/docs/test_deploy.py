@@ -40,7 +40,7 @@ def rules() -> list[dict[str, Any]]:
 def exported_metrics() -> set[str]:
     """Names of the series of gateway and controller; counters have the suffix that Prometheus adds."""
     source = Path(metrics.__file__).read_text()
-    counters = set(re.findall(r'(?:Counter|_Counts)\(\s*"(\w+)"', source))
+    counters = set(re.findall(r'(?:Counter|_Counts|_counter)\(\s*"(\w+)"', source))
     of_gateway = {name + "_total" if name in counters else name for name in re.findall(r'"(heddle_\w+)"', source)}
     return of_gateway | set(re.findall(r"heddle_\w+", (ROOT / "controller/api.py").read_text()))
 

@@ -193,7 +193,7 @@ def _defines(source: Path, name: str) -> bool:
 def _metrics() -> set[str]:
     """The names of all series; counters have the suffix that Prometheus adds."""
     source = Path(metrics.__file__).read_text()
-    counters = set(re.findall(r'(?:Counter|_Counts)\(\s*"(\w+)"', source))
+    counters = set(re.findall(r'(?:Counter|_Counts|_counter)\(\s*"(\w+)"', source))
     return {name + "_total" if name in counters else name for name in re.findall(r'"(heddle_\w+)"', source)}
 
 
