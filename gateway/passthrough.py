@@ -2,7 +2,6 @@
 them.
 """
 
-import asyncio
 from codecs import BOM_UTF8
 
 import orjson
@@ -10,7 +9,7 @@ import orjson
 from engines.http import FAULTS, AnswerTooLarge, BadResponse, Response
 from gateway.config import Settings
 from gateway.fleet.fleet import Fleet
-from gateway.http.client import Client, ClientLeft, Headers, header_lines
+from gateway.http.client import Client, Headers, header_lines, unless_left
 from gateway.http.errors import Api, api_error, engine_error
 from gateway.http.outlet import Outlet
 from gateway.http.refusals import Refused, bad_model, no_engine, no_engine_with
@@ -52,16 +51,7 @@ class Passthrough:
             raise bad_model(known)
         if model is not None and known and model not in known:
             raise lacks_model(self._fleet, model)
-        asking = asyncio.create_task(self._ask(path, body, model))
-        client.when_left(asking.cancel)
-        try:
-            await asyncio.wait((asking,))
-        finally:
-            client.unwatch()
-            asking.cancel()
-        if asking.cancelled():
-            raise ClientLeft
-        status, answer, form = asking.result()
+        status, answer, form = await unless_left(client, self._ask(path, body, model))
         if status != 200:
             raise Refused(engine_error(status, answer))
         outlet.whole(200, answer, form=form)

@@ -1,8 +1,8 @@
 """One client's request and the path of its answer, as turns see them: here over ASGI, in `exchange.py` below it."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, MutableMapping
+from typing import Any, Protocol, TypeVar
 
 from gateway.http.refusals import body_too_large, body_too_slow
 
@@ -13,6 +13,8 @@ Headers = bytes
 """The header lines of an answer, names in lower case, each ending in CRLF: made in one piece, they take a third of the
 time of names and values that are joined.
 """
+
+_Done = TypeVar("_Done")
 
 
 def header_lines(pairs: Iterable[tuple[bytes, bytes]]) -> Headers:
@@ -60,6 +62,20 @@ class Client(Protocol):
 
     async def drain(self) -> None:
         """Wait until there is room for more."""
+
+
+async def unless_left(client: Client, doing: Coroutine[Any, Any, _Done]) -> _Done:
+    """What comes of it. Raises ClientLeft if the client leaves first, which cancels it."""
+    task = asyncio.create_task(doing)
+    client.when_left(task.cancel)
+    try:
+        await asyncio.wait((task,))
+    finally:
+        client.unwatch()
+        task.cancel()
+    if task.cancelled():
+        raise ClientLeft
+    return task.result()
 
 
 class AsgiClient:

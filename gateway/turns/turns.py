@@ -16,7 +16,7 @@ from engines.upstream import SGLANG_GENERATE, VLLM_GENERATE
 from gateway.clock import Clock
 from gateway.config import Settings
 from gateway.fleet.fleet import Fleet
-from gateway.http.client import Client, ClientLeft
+from gateway.http.client import Client, ClientLeft, unless_left
 from gateway.http.errors import Api
 from gateway.http.exchange import Exchange
 from gateway.http.outlet import Outlet
@@ -164,17 +164,10 @@ class Turns:
 
     async def _once_started(self, client: Client, path: str, key: str, body: bytes) -> None:
         """Serve a request that came before the fleet was known."""
-        waiting = asyncio.create_task(self._fleet.started())
-        client.when_left(waiting.cancel)
         try:
-            await asyncio.wait((waiting,))
+            await unless_left(client, self._fleet.started())
         except asyncio.CancelledError:  # uvicorn's, when its shutdown timeout ends
             raise shutting_down() from None
-        finally:
-            client.unwatch()
-            waiting.cancel()
-        if waiting.cancelled():
-            raise ClientLeft
         rest = self.begin(client, path, key, body)
         if rest is not None:
             await rest
