@@ -62,17 +62,11 @@ def run(parsed: argparse.Namespace) -> int:
 
 def _workload(parsed: argparse.Namespace) -> Workload:
     if parsed.trace is not None:
-        return load_trace(
-            parsed.trace,
-            limit=parsed.trajectories,
-            seed=parsed.seed,
-            max_context_tokens=parsed.max_context_tokens,
-            max_turns=parsed.max_turns,
-            # Tool times are scaled down as answers are; a person's coffee break is not a tool call.
-            max_tool_s=1.0,
-        )
-    workload = draw(law_named("coding"), parsed.trajectories, parsed.seed).with_max_turns(parsed.max_turns)
-    return workload.fitted(parsed.max_context_tokens).with_max_tool_s(1.0)
+        workload = load_trace(parsed.trace, parsed.trajectories, parsed.seed)
+    else:
+        workload = draw(law_named("coding"), parsed.trajectories, parsed.seed)
+    # Tool times are scaled down as answers are; a person's coffee break is not a tool call.
+    return workload.within(parsed.max_turns, parsed.max_context_tokens, max_tool_s=1.0)
 
 
 async def _run(parsed: argparse.Namespace, workload: Workload, model: Path) -> int:

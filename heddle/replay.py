@@ -99,23 +99,11 @@ def _add_workload_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _workload(args: argparse.Namespace) -> Workload:
     if args.trace:
-        return load_trace(
-            args.trace,
-            args.trajectories,
-            args.seed,
-            args.scale,
-            args.max_context_tokens,
-            args.max_turns,
-            tool_scale=args.tool_scale,
-            max_tool_s=args.max_tool_s,
-        )
-    law = law_named(args.law)
-    workload = draw(law, args.trajectories or 64, args.seed, scale=args.scale, tool_scale=args.tool_scale)
-    if args.max_turns:
-        workload = workload.with_max_turns(args.max_turns)
-    if args.max_context_tokens:
-        workload = workload.fitted(args.max_context_tokens)
-    return workload.with_max_tool_s(args.max_tool_s) if args.max_tool_s else workload
+        workload = load_trace(args.trace, args.trajectories, args.seed, args.scale, tool_scale=args.tool_scale)
+    else:
+        law = law_named(args.law)
+        workload = draw(law, args.trajectories or 64, args.seed, scale=args.scale, tool_scale=args.tool_scale)
+    return workload.within(args.max_turns, args.max_context_tokens, args.max_tool_s)
 
 
 def _settings(args: argparse.Namespace) -> ReplaySettings:

@@ -97,9 +97,10 @@ def report(environment: Any, request_type: str, name: str, time_ms: float, error
 @lru_cache(maxsize=3)  # one for each kind
 def _loaded(trace: str, law_name: str, seed: int, scale: float, fit: int | None) -> Workload:
     if trace:
-        return load_trace(trace, scale=scale, max_context_tokens=fit)
-    workload = draw(law_named(law_name), NUM_DRAWN, seed, scale=scale)
-    return workload.fitted(fit) if fit else workload
+        workload = load_trace(trace, scale=scale)
+    else:
+        workload = draw(law_named(law_name), NUM_DRAWN, seed, scale=scale)
+    return workload.within(max_context_tokens=fit)
 
 
 def _endless(workload: Workload) -> Iterator[Trajectory]:

@@ -59,7 +59,7 @@ class WorkloadSettings:
         trajectories: their number; for a trace the largest number, in whole groups drawn by the seed. None: all of a
             trace.
         scale, tool_scale: multiply lengths and tool times; without `tool_scale`, tool times scale like lengths.
-        max_context_tokens, max_turns, max_tool_s: of a trace, see `workloads.traces.load_trace`.
+        max_context_tokens, max_turns, max_tool_s: of a trace, see `Workload.within`.
         preamble_tokens: length of the text before every first prompt, the same for all: system prompt and tools.
     """
 
@@ -242,18 +242,8 @@ class Scenario:
             ]
         if asked.trace is None:
             raise ValueError("no agents: the scenario has neither law nor trace; give --trace FILE")
-        return [
-            load_trace(
-                asked.trace,
-                asked.trajectories,
-                seed,
-                asked.scale,
-                asked.max_context_tokens,
-                asked.max_turns,
-                tool_scale=asked.tool_scale,
-                max_tool_s=asked.max_tool_s,
-            )
-        ]
+        recorded = load_trace(asked.trace, asked.trajectories, seed, asked.scale, tool_scale=asked.tool_scale)
+        return [recorded.within(asked.max_turns, asked.max_context_tokens, asked.max_tool_s)]
 
     def _fleet(self, name: str, profiles: list[EngineProfile]) -> Fleet:
         slots = self.fleet.slots_per_gpu

@@ -45,25 +45,18 @@ def load_trace(
     limit: int | None = None,
     seed: int = 0,
     scale: float = 1.0,
-    max_context_tokens: int | None = None,
-    max_turns: int | None = None,
     *,
     tool_scale: float | None = None,
-    max_tool_s: float | None = None,
 ) -> Workload:
-    """A recorded workload, cut and scaled in the order of the arguments below.
+    """A recorded workload, which `Workload.within` can cut.
 
     Args:
         limit: Most trajectories to take, in whole groups drawn with `seed`. None: all.
-        max_turns: Later turns are left out. None: all turns stay.
         scale: Multiplies every length.
         tool_scale: Multiplies every tool time. None: `scale`.
-        max_context_tokens: The context of the model: lengths are scaled until all fit (`Workload.fitted`).
-        max_tool_s: Longer tool calls are shortened to this, after scaling.
 
     Raises:
         TraceError: If a line is malformed or the file is empty.
-        ValueError: If a trajectory has more turns than `max_context_tokens` can hold.
         OSError: If the file cannot be read.
     """
     path = Path(path)
@@ -72,14 +65,7 @@ def load_trace(
         raise TraceError(f"{path}: no trajectory in it")
     if limit is not None:
         workload = workload.sampled(limit, seed)
-    if max_turns is not None:
-        workload = workload.with_max_turns(max_turns)
-    workload = workload.scaled(prompts=scale, outputs=scale, tools=scale if tool_scale is None else tool_scale)
-    if max_context_tokens is not None:
-        workload = workload.fitted(max_context_tokens)
-    if max_tool_s is not None:
-        workload = workload.with_max_tool_s(max_tool_s)
-    return workload
+    return workload.scaled(prompts=scale, outputs=scale, tools=scale if tool_scale is None else tool_scale)
 
 
 def read_trajectories(path: Path, parse: LineParser) -> Iterator[Trajectory]:

@@ -136,6 +136,18 @@ class Workload:
             raise ValueError(f"lengths and tool times can be multiplied by a million at most, not by {largest:g}")
         return self._with(t.scaled(prompts=prompts, outputs=outputs, tools=tools) for t in self.trajectories)
 
+    def within(
+        self, max_turns: int | None = None, max_context_tokens: int | None = None, max_tool_s: float | None = None
+    ) -> Workload:
+        """Cut to these bounds, in their order: `with_max_turns`, `fitted`, `with_max_tool_s`; None for no bound.
+
+        Raises:
+            ValueError: as `fitted`.
+        """
+        workload = self if max_turns is None else self.with_max_turns(max_turns)
+        workload = workload if max_context_tokens is None else workload.fitted(max_context_tokens)
+        return workload if max_tool_s is None else workload.with_max_tool_s(max_tool_s)
+
     def with_max_turns(self, max_turns: int) -> Workload:
         """Trajectories cut after their first `max_turns` turns. The long ones lose most: the tail is shorter."""
         return self._with(replace(t, turns=t.turns[:max_turns]) for t in self.trajectories)

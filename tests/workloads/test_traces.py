@@ -138,9 +138,9 @@ def test_a_sample_keeps_siblings_together_and_follows_its_seed(tmp_path: Path) -
 def test_turns_tools_and_lengths_are_cut_and_scaled(tmp_path: Path) -> None:
     """Later turns go; tool times are multiplied and then capped, without changing lengths; `scale` applies to both."""
     path = write(tmp_path / "t.jsonl", record(num_turns=5))
-    [cut] = load_trace(path, max_turns=2, tool_scale=0.5).trajectories
+    [cut] = load_trace(path, tool_scale=0.5).within(max_turns=2).trajectories
     assert cut.turns == (Turn(0, 100, 1.0), Turn(50, 100, 1.0))
-    [capped] = load_trace(path, tool_scale=0.5, max_tool_s=0.25).trajectories
+    [capped] = load_trace(path, tool_scale=0.5).within(max_tool_s=0.25).trajectories
     assert {turn.tool_s for turn in capped.turns} == {0.25}
     [scaled] = load_trace(path, scale=0.1).trajectories
     assert (scaled.context_tokens, scaled.turns[1]) == (100, Turn(5, 10, 0.2))
@@ -158,10 +158,10 @@ def test_too_many_turns_for_a_context_is_an_error(tmp_path: Path) -> None:
     is just long enough for all trajectories, because not every command can cut turns."""
     path = write(tmp_path / "t.jsonl", record("b-0", num_turns=49), record(num_turns=50))
     with pytest.raises(ValueError, match=r"a-0: 50 turns do not fit .* allow at least 1,101, or set max_turns"):
-        load_trace(path, max_context_tokens=1_000)
+        load_trace(path).within(max_context_tokens=1_000)
     with pytest.raises(ValueError, match="do not fit"):
-        load_trace(path, max_context_tokens=1_100)
-    assert load_trace(path, max_context_tokens=1_101).num_turns == 99
+        load_trace(path).within(max_context_tokens=1_100)
+    assert load_trace(path).within(max_context_tokens=1_101).num_turns == 99
 
 
 turns = st.builds(Turn, st.integers(0, 50_000), st.integers(1, 5_000), st.floats(0, 100))
