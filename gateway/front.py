@@ -5,7 +5,6 @@ routes are declared there only for its documentation.
 """
 
 import asyncio
-import os
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 from urllib.parse import unquote
@@ -29,6 +28,7 @@ from gateway.messages.identity import IdentityError, strip_identity_path
 from gateway.metrics import Metrics
 from gateway.passthrough import PASSTHROUGH_ROUTES, Passthrough
 from gateway.turnlog import TurnLog
+from gateway.turns.ids import new_id
 from gateway.turns.turns import TURN_ROUTES, Turns
 from store import Store, StoreError
 
@@ -125,7 +125,7 @@ class Front:
                 await self._pass(client, path)
             return
         receive = await self._read(client, receive)
-        request_id = os.urandom(16).hex()
+        request_id = new_id()
         # FastAPI's routes do not accept HEAD; uvicorn omits the body of its answer.
         method = "GET" if scope["method"] == "HEAD" and path != _ENDLESS_PATH else scope["method"]
         shown = {**scope, "method": method, "path": path, "raw_path": path.encode()}
@@ -183,7 +183,7 @@ class Front:
         return read_or_receive
 
     async def _pass(self, client: Client, path: str) -> None:
-        request_id = os.urandom(16).hex()
+        request_id = new_id()
         outlet = Outlet(client, PASSTHROUGH_ROUTES[path], request_id)
         try:
             await self._passthrough.serve(client, outlet, path)
@@ -200,7 +200,7 @@ class Front:
         if path in TURN_ROUTES:
             self._metrics.refused.labels(str(refused.error.status)).inc()
         api = TURN_ROUTES.get(path) or PASSTHROUGH_ROUTES.get(path) or "other"
-        Outlet(client, api, os.urandom(16).hex()).refuse(refused)
+        Outlet(client, api, new_id()).refuse(refused)
         await client.drain()
 
 

@@ -1,7 +1,6 @@
 """The API of trajectories and rollouts: declare, show, page, finish, abort."""
 
 import asyncio
-import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -32,6 +31,7 @@ from gateway.state import ledger as ledgers
 from gateway.state.driver import Driver
 from gateway.state.ledger import Entry, Ledger
 from gateway.tokens.book import wants_tokens
+from gateway.turns.ids import new_trajectory_id
 from gateway.turns.turn import Turn
 from predictor.progress import Predictor, Progress
 from scheduling.types import Prediction, TrajectoryClosed, TrajectoryDeclared, TrajectoryState
@@ -78,7 +78,7 @@ class Trajectories:
 
     async def declare(self, declaration: Declaration, keeps_tokens: bool = True) -> dict[str, Any]:
         """Declare a trajectory, and show it. Raises Refused: 409 if its id is already known; 503."""
-        trajectory_id = declaration.id or f"t-{os.urandom(12).hex()}"
+        trajectory_id = declaration.id or new_trajectory_id()
         if self._ledger.get(trajectory_id) is not None:
             raise conflict(f"The trajectory {trajectory_id!r} exists already.")
         expected = declaration.expected_output_tokens

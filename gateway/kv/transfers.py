@@ -5,7 +5,6 @@ until the engine's lease is over. A trajectory that stays has nothing offered.
 """
 
 import asyncio
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +17,7 @@ from gateway.config import Settings
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.server import Member
 from gateway.kv.contexts import COMPLETIONS
+from gateway.turns.ids import new_id
 
 # An offer is one token of a cached context: it must not wait behind turns. A prefill in a tool call must not delay any
 # turn.
@@ -107,7 +107,7 @@ class Transfers:
         assert member.server.dialect is not None
         leg = Leg(
             path=asked.path,
-            request_id=f"{os.urandom(16).hex()}-kv0",
+            request_id=f"{new_id()}-kv0",
             trajectory_id=asked.trajectory_id,
             priority=priority,
             body=orjson.dumps(request),

@@ -37,7 +37,7 @@ from gateway.messages.prompt_groups import PromptGroups
 from gateway.state.ledger import Ledger
 from gateway.tokens.book import TokenBook
 from gateway.turns.ask import Ask
-from gateway.turns.ids import new_id
+from gateway.turns.ids import new_trajectory_id
 from gateway.turns.repeats import retry_of
 from scheduling.types import ACTIVE
 
@@ -125,7 +125,7 @@ class RequestReader:
         if trajectory_id is None:
             history = self._histories.read(request)
             fits = partial(self._fits, model, identity)
-            trajectory_id = self._conversations.continued(request, history, fits) or f"t-{new_id()[:24]}"
+            trajectory_id = self._conversations.continued(request, history, fits) or new_trajectory_id()
         entry = self._ledger.get(trajectory_id)
         has_begun = entry is not None and entry.turns and entry.record.output_tokens
         if isinstance(request, LazyObject) and not has_begun:
