@@ -137,7 +137,7 @@ class Legs:
                     answer = await self._answer(turn, member, response, begun.relay)
                     has_answered = True
                     return answer
-                turn.leg_runs_at(dispatch.engine_id, True)  # Nothing was sent yet, so it may go elsewhere.
+                turn.leg_runs_at(dispatch.engine_id, True)  # It may go elsewhere until it is sent to pass through.
                 await self._kv.bring(turn, member)
                 has_begun = True
                 outcome = await self._by_tokens(turn, dispatch, member)
@@ -190,7 +190,6 @@ class Legs:
     async def _by_tokens(self, turn: Turn, dispatch: Dispatch, member: Member) -> Outcome | None:
         if not turn.choices and (self._settings.token_legs == "off" or not may_take_tokens(turn.ask)):
             return None
-        turn.leg_runs_at(dispatch.engine_id, True)
         self._tell_about(turn, dispatch)
         return await self._token_legs.run(turn, member, _request_id(turn), dispatch.priority)
 
