@@ -67,7 +67,7 @@ class Endings:
         self._log = log
         self._texts = texts
 
-    def began(self, turn: Turn) -> None:
+    def outdate_answer(self, turn: Turn) -> None:
         """A turn begins that repeats none: what the same question was answered before is not for its retries."""
         if self._repeats.outdated_by(turn):
             self._ledger.outdated(turn.ask.trajectory_id)

@@ -64,7 +64,7 @@ class RunningTurns:
         """Count a turn toward its key's limit, and let repeats join it, until it is over or given up. Raises Refused
         above the limit.
         """
-        self._endings.began(turn)
+        self._endings.outdate_answer(turn)
         num = self._num_of_key.get(turn.key, 0)
         if num >= self._max_turns_per_key:
             self._endings.given_up(turn.ask)
