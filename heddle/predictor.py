@@ -37,6 +37,8 @@ _EVALUATED = """examples:
   heddle predictor evaluate --trace trace.jsonl.gz --arrival chained --markdown
 """
 
+_ROTATED = "whose first turns are not in it; if the log was rotated, the older file's lines must come before it"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of both verbs."""
@@ -124,15 +126,16 @@ def _train(parsed: argparse.Namespace) -> int:
     num += sum(learn_trajectories(predictor, _drawn(parsed, law, parsed.seed)) for law in parsed.law)
     for path in parsed.events:
         cut: list[int] = []
-        num_ended, num_partial = learn_events(predictor, path, cut.append)
+        lost: list[int] = []
+        num_ended, num_partial = learn_events(predictor, path, cut.append, lost.append)
         num += num_ended
         for number in cut:
             print(f"{path}, line {number}, the last, is cut off and was skipped.")
+        if lost:
+            print(f"{path}: {sum(lost):,} lines were lost where whoever saved it fell behind the gateway.")
         if num_partial:
-            print(
-                f"{path}: skipped {num_partial:,} trajectories whose first turns are not in it; "
-                "if the log was rotated, the older file's lines must come before it"
-            )
+            reason = "that lack turns" if lost else _ROTATED
+            print(f"{path}: skipped {num_partial:,} trajectories {reason}")
     if not num:
         raise ValueError("nothing to learn from: no trajectory that began and ended in --trace, --law or --events")
     write_whole(parsed.out, predictor.dump())

@@ -23,21 +23,27 @@ def learn_trajectories(predictor: Predictor, trajectories: Sequence[Trajectory])
     return len(trajectories)
 
 
-def learn_events(predictor: Predictor, path: Path, on_cut: Callable[[int], object] | None = None) -> tuple[int, int]:
-    """Play a gateway's event log, gzipped or not, to the predictor.
+def learn_events(
+    predictor: Predictor,
+    path: Path,
+    on_cut: Callable[[int], object] | None = None,
+    on_lost: Callable[[int], object] | None = None,
+) -> tuple[int, int]:
+    """Play a gateway's event log, or a saved `/v1/events`, gzipped or not, to the predictor.
 
     Args:
         on_cut: called with the number of the last line if that is cut off, and skipped. None: that is an error.
+        on_lost: called with the number of lines that are missing where a reader of `/v1/events` fell behind.
 
     Returns:
         How many trajectories it learned from; and how many it skipped because not all their turns are in the log, which
-        a rotation may have begun in the midst of them.
+        a rotation may have begun in the midst of them, or whose lines were lost.
 
     Raises:
         ValueError: a line does not belong to an event log, or the file is damaged; the message names file and line.
         OSError: it cannot be read.
     """
-    log = _Log(predictor)
+    log = _Log(predictor, on_lost)
     for number, _, said in json_lines(path, on_cut):
         try:
             log.take(said)
@@ -56,8 +62,9 @@ def _fault(said: dict[str, Any], error: Exception) -> str:
 class _Log:
     """Follows the trajectories of an event log."""
 
-    def __init__(self, predictor: Predictor) -> None:
+    def __init__(self, predictor: Predictor, on_lost: Callable[[int], object] | None) -> None:
         self._predictor = predictor
+        self._on_lost = on_lost
         self._progress: dict[str, list[Progress]] = {}  # of each trajectory: after 0, 1, 2, ... turns
         self._turns: dict[str, str] = {}
         self._over: set[str] = set()  # until another turn opens them again
@@ -69,6 +76,10 @@ class _Log:
                 self._began(line.get("records", []))
             case "continued":  # an older file comes before
                 pass
+            case "lost":
+                num_lines = _count(line, "num_lines")
+                if self._on_lost is not None:
+                    self._on_lost(num_lines)
             case _:
                 self._happened(line)
 

@@ -5,8 +5,9 @@ A log is what the gateway's event log and `heddle simulate --log` write: a JSON 
 `{"kind": "start", "policy", "limits", "can_preempt", "records"}` at the head tells how the scheduler was made; each
 further one means that a new process made a new scheduler. Without such a line, the log must begin with an empty
 scheduler, and the caller names its policy. After a line of kind `continued`, with which a gateway begins the file after
-a full one, lines are skipped until a process starts, unless the full file's lines come before it. Lines of other kinds
-are skipped, and a last line that is cut off. The file may be gzipped.
+a full one, lines are skipped until a process starts, unless the full file's lines come before it. A line of kind
+`lost`, in a saved `/v1/events` whose reader fell behind, ends the replay with an error. Lines of other kinds are
+skipped, and a last line that is cut off. The file may be gzipped.
 """
 
 from dataclasses import asdict, dataclass, field
@@ -115,6 +116,11 @@ def _replay(path: Path, policy_name: str | None) -> Replayed:
         match said.get("kind"):
             case "continued":
                 is_without_beginning = scheduler is None
+            case "lost":
+                raise ValueError(
+                    f"{path}, line {number}: lines were lost here, where whoever saved it fell behind the gateway; "
+                    "a replay needs all of them, as the gateway's event_log has them"
+                )
             case "start":
                 is_without_beginning = False
                 due = []  # a process that was killed may not have written all of its last actions

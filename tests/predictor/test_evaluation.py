@@ -365,6 +365,27 @@ def test_a_trajectory_that_began_before_its_log_is_not_learned(
     assert f"events.jsonl: skipped {num_partial} trajectories whose first turns are not in it" in printed
 
 
+def test_lines_that_a_watcher_lost_are_told_and_what_they_leave_is_not_learned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A saved `/v1/events` says where its reader fell behind. All of it was refused, as no event log."""
+    events, read, served = tmp_path / "events.jsonl", TabularPredictor(), TabularPredictor()
+    lost = b'{"kind":"lost","num_lines":2000}'
+    arrived, *end = logged("a", 900, "finished")
+    events.write_bytes(b"\n".join([arrived, lost, *logged("b", 70, "finished"), lost, end[-1]]))
+    served.predict(Progress("a", "g", "", 100, 100))
+    served.predict(Progress("b", "g", "", 100, 100))
+    served.ended(Progress("b", "g", "", 100, 170, 70, 70, 1))
+    served.dropped("a")
+    assert learn_events(read, events) == (1, 1)
+    assert read.dump() == served.dump()
+    assert main(["predictor", "train", "--events", str(events), "--out", str(tmp_path / "model")]) == 0
+    assert capsys.readouterr().out.splitlines()[:2] == [
+        f"{events}: 4,000 lines were lost where whoever saved it fell behind the gateway.",
+        f"{events}: skipped 1 trajectories that lack turns",
+    ]
+
+
 def test_turns_that_a_killed_gateway_logged_and_did_not_keep_are_not_learned(tmp_path: Path) -> None:
     """Its clients asked for them again. With them, the trajectory was skipped, as one that began in an older file."""
     arrived, dispatch, finished, saved = logged("t", 900, "finished")

@@ -153,6 +153,15 @@ def test_a_rotated_log_is_replayed_with_its_older_file_or_from_the_next_start(tm
     assert replay(path) == expected
 
 
+def test_a_log_with_lost_lines_is_refused_at_the_first(tmp_path: Path) -> None:
+    """A saved `/v1/events` says where its reader fell behind. What differed there seemed to be decided otherwise."""
+    path = written(tmp_path / "events.jsonl", "slime")
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[:500], b'{"kind":"lost","num_lines":7}\n', *lines[507:]]))
+    with pytest.raises(ValueError, match=r"line 501: lines were lost here, where whoever saved it fell behind"):
+        replay(path)
+
+
 def test_a_damaged_log_is_refused(tmp_path: Path) -> None:
     """Half a gzip file, as a killed process leaves it."""
     path = tmp_path / "events.jsonl.gz"

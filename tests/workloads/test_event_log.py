@@ -25,7 +25,7 @@ def log(tmp_path: Path) -> Path:
     return events
 
 
-def lengths(workload: Workload) -> dict[str, object]:
+def lengths(workload: Workload) -> dict[str, tuple[str, int, list[tuple[int, int]]]]:
     """Group, prompt, new and output tokens of each trajectory, by its own name."""
     return {
         one.trajectory_id: (one.group_id, one.context_tokens, [(t.new_tokens, t.output_tokens) for t in one.turns])
@@ -126,7 +126,7 @@ def test_turns_that_a_killed_gateway_logged_and_did_not_keep_are_left_out(
     assert main(["import", str(log), "--out", str(tmp_path / "out.jsonl")]) == 0
     assert "Left out" not in capsys.readouterr().out
     log.write_bytes(b"".join([*events[: number + 1], begins]))
-    assert len(lengths(import_trace(log))[f"{saved['trajectory_id']}-0"][2]) == 1  # type: ignore[index]
+    assert len(lengths(import_trace(log))[f"{saved['trajectory_id']}-0"][2]) == 1
 
 
 def test_a_clock_that_was_set_back_before_a_restart_changes_no_trajectory(log: Path) -> None:
@@ -172,6 +172,36 @@ def test_a_log_in_which_no_trajectory_began_is_refused_with_the_cause(log: Path)
     arrivals = [number for number, line in enumerate(events) if json.loads(line).get("type") == "TurnArrived"]
     log.write_bytes(b"".join([b'{"kind":"continued"}\n', *events[arrivals[24] :]]))
     with pytest.raises(TraceError, match="began in an older file, whose lines must come before it"):
+        import_trace(log)
+
+
+@pytest.mark.parametrize(("begins", "ends"), [(0.0, 0.02), (0.4, 0.5)])
+def test_lines_that_a_watcher_lost_are_told(
+    begins: float, ends: float, log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A saved `/v1/events` says where its reader fell behind. Trajectories that lack turns were said to have begun in
+    an older file, and of those that seem to end there nothing was said."""
+    whole, lines = lengths(import_trace(log)), log.read_bytes().splitlines(keepends=True)
+    first, end = int(begins * len(lines)), int(ends * len(lines))
+    lost = f'{{"kind":"lost","num_lines":{end - first}}}\n'.encode()
+    log.write_bytes(b"".join([*lines[:first], lost, *lines[end:]]))
+    assert detect_format(log) == "event-log"
+    capsys.readouterr()
+    assert main(["import", str(log), "--out", str(tmp_path / "out.jsonl")]) == 0
+    said = capsys.readouterr().out.partition("Left out: ")[2]
+    assert f"lines that were lost where whoever saved it fell behind the gateway: {end - first:,}; " in said
+    assert "trajectories that lack turns: " in said and "older file" not in said
+    left = lengths(load_trace(tmp_path / "out.jsonl"))
+    for name, (group_id, context_tokens, turns) in left.items():
+        assert whole[name] == (group_id, context_tokens, [*turns, *whole[name][2][len(turns) :]])
+
+
+def test_a_log_whose_lost_lines_leave_no_trajectory_is_refused_with_the_cause(log: Path) -> None:
+    """It was said to need an older file."""
+    events = log.read_bytes().splitlines(keepends=True)
+    arrivals = [number for number, line in enumerate(events) if json.loads(line).get("type") == "TurnArrived"]
+    log.write_bytes(b"".join([b'{"kind":"lost","num_lines":9000}\n', *events[arrivals[24] :]]))
+    with pytest.raises(TraceError, match="all trajectories in it lack turns: whoever saved it fell behind"):
         import_trace(log)
 
 

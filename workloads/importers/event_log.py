@@ -11,6 +11,11 @@ first line which turns it knows. Once the gateway has forgotten a trajectory, or
 (its store is another, or did not survive), its id may be another's.
 
     {"at": 12.0, "kind": "start", "records": [{"trajectory_id": "t", "num_turns": 1, ...}], ...}
+
+A saved `/v1/events` has the same lines, and one more where its reader fell behind. Trajectories that lack turns there
+are left out, and those of which no line comes later end there.
+
+    {"kind": "lost", "num_lines": 120}
 """
 
 from __future__ import annotations
@@ -61,7 +66,7 @@ class _Clock:
 def is_event(fields: dict[str, Any]) -> bool:
     """Whether an object is a line of an event log."""
     kind = fields.get("kind")
-    return kind in ("start", "continued") or (kind in ("event", "action") and "type" in fields)
+    return kind in ("start", "continued", "lost") or (kind in ("event", "action") and "type" in fields)
 
 
 def read_event_log(path: Path) -> Workload:
@@ -76,6 +81,7 @@ def read_event_log(path: Path) -> Workload:
     forgotten: list[_Session] = []
     cut: list[int] = []
     clock = _Clock()
+    num_lost = 0
     for number, _, fields in json_lines(path, on_cut=cut.append):
         record = Record(fields, f"{path}, line {number}")
         clock.note(record)
@@ -101,18 +107,27 @@ def read_event_log(path: Path) -> Workload:
                 for name, known in sessions.items():
                     known.num_turns = num_kept[name]
                     del known.calls[known.num_turns :]
+            case None if record.fields.get("kind") == "lost":
+                num_lost += record.count("num_lines")
     begun = [session for session in (*forgotten, *sessions.values()) if session.calls or session.num_turns]
     whole = [session for session in begun if len(session.calls) == session.num_turns]
-    num_older = len(begun) - len(whole)
-    if num_older and not whole:
-        raise TraceError(f"{path}: all trajectories in it began in an older file, whose lines must come before it")
+    num_partial = len(begun) - len(whole)
+    if num_partial and not whole:
+        raise TraceError(
+            f"{path}: all trajectories in it lack turns: whoever saved it fell behind the gateway"
+            if num_lost
+            else f"{path}: all trajectories in it began in an older file, whose lines must come before it"
+        )
     for session in whole:  # they are logged when they end
         session.calls.sort(key=lambda call: call.started_at_s or 0.0)
     calls_of = ((session.trajectory_id, session.calls) for session in whole)
     workload = workload_of_sessions(path.name.split(".")[0], calls_of, (session.group_id for session in whole))
     left_out = [f"line {number:,}, the last, which is cut off" for number in cut]
-    if num_older:
-        left_out.append(f"trajectories that began in an older file, whose lines must come before it: {num_older:,}")
+    if num_lost:
+        left_out.append(f"lines that were lost where whoever saved it fell behind the gateway: {num_lost:,}")
+    if num_partial:
+        is_why = "lack turns" if num_lost else "began in an older file, whose lines must come before it"
+        left_out.append(f"trajectories that {is_why}: {num_partial:,}")
     return replace(workload, left_out="; ".join(left_out))
 
 
