@@ -34,6 +34,8 @@ from loadtest.clients import (
 MAX_IDLE_S = 4.0
 # As the SDK: a timeout, a conflict, too many requests, and every server error.
 ASK_AGAIN = (408, 409, 429)
+# As the SDK: a server that wants to be left alone for longer is not asked again.
+MAX_RETRY_AFTER_S = 120.0
 MAX_LINE_BYTES = 8 * 1024 * 1024
 
 Asked = TypeVar("Asked")
@@ -72,6 +74,29 @@ class Response:
 
     async def body(self) -> bytes:
         return b"".join([piece async for piece in self.pieces()])
+
+
+class _Refused(RequestFailed):
+    """An answer whose status is not 2xx."""
+
+    def __init__(self, response: Response, body: bytes) -> None:
+        super().__init__(f"HTTP {response.status}: {_said(body)}", response.status)
+        self._headers = response.headers
+
+    def retry_after_s(self, attempt: int) -> float | None:
+        """How long to wait before the next attempt; None if there should be none."""
+        asked_s = _retry_after_s(self._headers)
+        if asked_s > MAX_RETRY_AFTER_S or not self._asks_again():
+            return None
+        return asked_s if asked_s > 0 else backoff_s(attempt)
+
+    def _asks_again(self) -> bool:
+        assert self.status is not None, "it is an answer's"
+        match self._headers.get("x-should-retry"):
+            case "true" | "false" as told:
+                return told == "true"
+            case _:
+                return self.status in ASK_AGAIN or self.status >= 500
 
 
 class RawClient:
@@ -139,7 +164,7 @@ class RawClient:
             try:
                 async with asyncio.timeout(self._timeout_s):
                     return await ask(attempt)
-            except (OSError, EOFError, StreamBroken, RequestFailed) as error:
+            except (OSError, EOFError, StreamBroken, _Refused) as error:
                 await self._before_retry(attempt, error)
             except NONSENSE as error:
                 raise RequestFailed(f"not an answer of this API: {error!r}", num_retries=attempt) from error
@@ -147,12 +172,22 @@ class RawClient:
 
     async def _before_retry(self, attempt: int, error: Exception) -> None:
         """Wait if another attempt is allowed and useful, else raise the turn's failure."""
-        status = error.status if isinstance(error, RequestFailed) else None
-        if status is not None and status not in ASK_AGAIN and status < 500:
-            raise error
-        if attempt == self._max_retries:
-            raise RequestFailed(f"{type(error).__name__}: {error}", status, num_retries=attempt) from error
-        await asyncio.sleep(backoff_s(attempt))
+        wait_s = error.retry_after_s(attempt) if isinstance(error, _Refused) else backoff_s(attempt)
+        if wait_s is None or attempt == self._max_retries:
+            status = error.status if isinstance(error, _Refused) else None
+            raise RequestFailed(self._reason(error), status, num_retries=attempt) from error
+        await asyncio.sleep(wait_s)
+
+    def _reason(self, error: Exception) -> str:
+        match error:
+            case _Refused():
+                return str(error)
+            case StreamBroken():
+                return f"stream broke: {error}"
+            case EOFError():
+                return "no whole answer: the server closed the connection"
+            case _:
+                return f"no answer: {str(error) or f'none within {self._timeout_s:,g} s'}"
 
     @asynccontextmanager
     async def _request(
@@ -161,7 +196,7 @@ class RawClient:
         """A response with status 2xx. Its connection is kept if its body was read to the end, else closed.
 
         Raises:
-            RequestFailed: On any other status.
+            _Refused: On any other status.
         """
         connection = await self._connect()
         try:
@@ -171,8 +206,7 @@ class RawClient:
             connection.writer.write(head.encode() + payload)
             response = await _read_head(connection.reader)
             if not 200 <= response.status < 300:
-                text = (await response.body()).decode(errors="replace")
-                raise RequestFailed(f"HTTP {response.status}: {text[:300]}", response.status)
+                raise _Refused(response, await response.body())
             yield response
         except BaseException:
             connection.writer.close()
@@ -198,6 +232,22 @@ async def _read_head(reader: asyncio.StreamReader) -> Response:
     pairs = (line.split(":", 1) for line in head[1:] if line)
     headers = {name.lower(): value.strip() for name, value in pairs}
     return Response(int(head[0].split(" ", 2)[1]), headers, reader)
+
+
+def _said(body: bytes) -> str:
+    """The message of an error's body; its beginning if it has another form."""
+    try:
+        return str(orjson.loads(body)["error"]["message"])
+    except NONSENSE:
+        return body.decode(errors="replace")[:300]
+
+
+def _retry_after_s(headers: Mapping[str, str]) -> float:
+    """0 if there is no number in it."""
+    try:
+        return float(headers.get("retry-after", "0"))
+    except ValueError:
+        return 0.0
 
 
 async def _read_stream(response: Response, assembly: Assembly) -> None:
