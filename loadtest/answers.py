@@ -50,11 +50,15 @@ class Assembly:
 
         Raises:
             StreamBroken: If the stream ended without a finish reason or without usage.
+            ValueError: If usage is no count of tokens.
         """
         if self.finish_reason is None:
             raise StreamBroken("the stream ended without a finish_reason")
         if self.usage is None:
             raise StreamBroken("the stream ended without usage")
+        for name, count in zip(("prompt_tokens", "cached_tokens", "completion_tokens"), self.usage, strict=True):
+            if type(count) is not int or count < 0:
+                raise ValueError(f"usage: {name} must be a whole number from 0, not {count!r}")
         return Answer("".join(self._pieces), tuple(self._tool_calls.values()), self.finish_reason, *self.usage)
 
 

@@ -19,6 +19,7 @@ from urllib.parse import quote
 from uuid import uuid4
 
 from loadtest.agent import Conversation, Identity, Writer, address_of, chat_body, sent_id
+from loadtest.answers import NONSENSE
 from loadtest.clients import ChatClient, RequestFailed, if_known
 from loadtest.raw_client import RawClient
 from loadtest.results import RolloutResult, TrajectoryResult, TurnResult
@@ -138,7 +139,10 @@ async def _first_model(client: ChatClient) -> str:
         raise RequestFailed(f"the server does not list its models: {failure}", failure.status) from failure
     if not listed.get("data"):
         raise RequestFailed("the server lists no model: no engine is ready there, perhaps not yet; or name a model")
-    return str(listed["data"][0]["id"])
+    try:
+        return str(listed["data"][0]["id"])
+    except NONSENSE as error:
+        raise RequestFailed(f"the server does not list its models: not an answer of this API: {error!r}") from error
 
 
 async def _calibrate(client: ChatClient, writer: Writer, settings: ReplaySettings, rollout_id: str) -> None:

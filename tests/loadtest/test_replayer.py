@@ -13,6 +13,7 @@ import pytest
 
 from engines.profiles import load_profile
 from engines.simulated.settings import SimulatedEngineSettings
+from loadtest.clients import RequestFailed
 from loadtest.replayer import ReplaySettings, replay, streams
 from loadtest.results import RolloutResult, TurnResult
 from tests.support.engine import recorded_engine
@@ -179,6 +180,28 @@ async def test_nonsense_answers_fail_trajectories_and_not_the_rollout(
     result = await replay(WORKLOAD, replace(settings, stream_share=stream_share, max_retries=0))
     assert len(result.trajectories) == len(result.errors) == len(WORKLOAD.trajectories)
     assert result.num_failed_turns == WORKLOAD.num_turns
+
+
+@pytest.mark.parametrize("stream_share", [0.0, 1.0])
+async def test_an_answer_that_counts_no_tokens_fails_its_turn(
+    app: ToyChat, settings: ReplaySettings, stream_share: float
+) -> None:
+    """It ended the replay: with a traceback, or without a word about the server."""
+    for wrong in (None, "forty", -1, {}):
+        app.faults = Faults(prompt_tokens=wrong)
+        result = await replay(ONE_TURN, replace(settings, stream_share=stream_share, max_retries=0, calibrate=True))
+        assert result.num_failed_turns == 1
+        assert "usage: prompt_tokens must be a whole number from 0" in result.errors[0]
+
+
+@pytest.mark.parametrize("models", [["toy"], [{}], {"a": {"id": "toy"}}, [None]])
+async def test_a_list_of_models_in_another_form_is_refused_in_words(
+    app: ToyChat, settings: ReplaySettings, models: Any
+) -> None:
+    """It was a traceback."""
+    app.faults = Faults(models=models)
+    with pytest.raises(RequestFailed, match="the server does not list its models: not an answer of this API"):
+        await replay(ONE_TURN, settings)
 
 
 async def test_a_finish_may_be_answered_without_a_body(app: ToyChat, settings: ReplaySettings) -> None:

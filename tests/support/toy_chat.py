@@ -26,7 +26,7 @@ class Faults:
     """What goes wrong, and how many times.
 
     `short_by`: answers lack this many tokens. `nonsense`: JSON, but no answer. `models_after_s`: how long listing the
-    models takes.
+    models takes. `models`: what is listed. `prompt_tokens`: what usage counts; 0: the truth.
     """
 
     num_unavailable: int = 0
@@ -34,6 +34,8 @@ class Faults:
     short_by: int = 0
     nonsense: bool = False
     models_after_s: float = 0.0
+    models: Any = field(default_factory=lambda: [{"id": "toy", "object": "model"}])
+    prompt_tokens: Any = 0
 
 
 @dataclass
@@ -78,7 +80,7 @@ class ToyChat:
     async def _other(self, path: str) -> tuple[int, dict[str, Any]]:
         if path == "/v1/models":
             await asyncio.sleep(self.faults.models_after_s)
-            return 200, {"object": "list", "data": [{"id": "toy", "object": "model"}]}
+            return 200, {"object": "list", "data": self.faults.models}
         if path.startswith("/v1/trajectories/") and self.knows_trajectories:
             num_turns = len(self.seen)
             return 200, {"turns": [{"queued_s": 0.5} for _ in range(num_turns)]}
@@ -87,12 +89,14 @@ class ToyChat:
     async def _chat(self, send: Any, request: dict[str, Any]) -> None:
         num_chars = sum(len(m["content"]) for m in request["messages"])
         num_tokens = request["max_tokens"] - self.faults.short_by
-        usage = {
+        usage: dict[str, Any] = {
             "prompt_tokens": TEMPLATE_TOKENS * len(request["messages"]) + num_chars // 4,
             "completion_tokens": num_tokens,
             "total_tokens": 0,
             "prompt_tokens_details": {"cached_tokens": 3},
         }
+        if self.faults.prompt_tokens != 0:
+            usage["prompt_tokens"] = self.faults.prompt_tokens
         finish = "stop" if self.faults.short_by else "length"
         function = {"name": "run", "arguments": "{}"}
         call = {"index": 0, "id": "call_1", "type": "function", "function": function}
