@@ -148,7 +148,9 @@ async def _first_model(client: ChatClient) -> str:
 async def _calibrate(client: ChatClient, writer: Writer, settings: ReplaySettings, rollout_id: str) -> None:
     for num_tokens in CALIBRATION_TOKENS:
         turns = (Turn(0, 1, 0.0),)
-        probe = Trajectory(f"calibration-{num_tokens}", f"calibration-{num_tokens}", num_tokens, turns)
+        # A gateway refuses turns of an aborted trajectory, and a rollout's id may be used again.
+        name = f"calibration-{num_tokens}"
+        probe = Trajectory(f"{name}-{uuid4().hex[:8]}", name, num_tokens, turns)
         agent = _Agent(probe, client, writer, replace(settings, finish=False), rollout_id, time.perf_counter())
         # A probe that fails teaches nothing about the text; the first real turn will report what is wrong.
         await agent.run(nullcontext(), None, None)

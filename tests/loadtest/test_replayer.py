@@ -285,6 +285,19 @@ async def test_a_gateway_learns_nothing_from_calibration(client: Any, identity: 
     assert [one["output_tokens"] for one in demand["last_rollout"]["trajectories"]] == [5, 5, 5]
 
 
+async def test_a_rollout_id_can_be_used_again(client: Any) -> None:
+    """The gateway refuses probes that it has aborted, so the second replay knew no lengths; the raw client asked for a
+    minute. A trajectory may also be called as a probe was."""
+    names = ("calibration-16", "calibration-256")
+    workload = Workload("w", tuple(Trajectory(name, name, 300, (Turn(0, 5, 0.0),)) for name in names))
+    engine_settings = SimulatedEngineSettings(profile=load_profile("toy-cpu-tp1"))
+    async with recorded_engine(engine_settings) as engine, running_gateway(engine.url) as gateway:
+        settings = ReplaySettings(f"{gateway.url}/v1", client=client, max_retries=0, rollout_id="r")
+        first, second = await replay(workload, settings), await replay(workload, settings)
+    assert first.errors == second.errors == ()
+    assert [turn.prompt_tokens for turn in second.turns] == [turn.prompt_tokens for turn in first.turns]
+
+
 @pytest.mark.parametrize("identity", ["header", "path", "body", "none"])
 async def test_ids_that_no_header_can_carry_are_sent_and_stay_distinct(
     app: ToyChat, settings: ReplaySettings, identity: Any
