@@ -7,6 +7,7 @@ import inspect
 import os
 import sys
 from collections.abc import Sequence
+from io import TextIOWrapper
 from types import ModuleType
 
 import uvloop
@@ -40,11 +41,11 @@ _THIS_MACHINE = "localhost,127.0.0.1,::1"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a verb; returns the process's exit status."""
+    _have_standard_files()
     _ask_this_machine_directly()
     try:
         status = _run(sys.argv[1:] if arguments is None else arguments)
-        if sys.stdout is not None:  # the caller closed it: `heddle ... >&-`
-            sys.stdout.flush()
+        sys.stdout.flush()
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # `heddle ... | head`: the reader has read enough
@@ -63,10 +64,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
+def _have_standard_files() -> None:
+    """Open the standard files that the caller closed (`heddle ... >&-`): a socket would get the number, and libuv
+    aborts a process that closes it. What standard output cannot express, such as a name in another script, is escaped.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it gets the lowest free number
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115 - it lives as long as the process
+    sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115 - it lives as long as the process
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
 def _write_no_more() -> None:
     """Discard what standard output still holds: the interpreter writes it at its end, and would report the error."""
-    if sys.stdout is not None:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(arguments: Sequence[str]) -> int:

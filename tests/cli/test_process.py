@@ -10,6 +10,8 @@ from tempfile import TemporaryDirectory
 import orjson
 import pytest
 
+from tests.support.toy_chat import ToyChat, serve
+
 ROOT = Path(__file__).parents[2]
 FEW = ("predictor", "evaluate", "--law", "coding", "--trajectories", "25", "--predictor", "siblings")
 INTERRUPTED = """
@@ -153,6 +155,24 @@ def test_a_full_disk_is_reported_with_one_line() -> None:
 def test_a_command_works_without_standard_output() -> None:
     """As a service manager or a script may start it."""
     assert ended("-m", "heddle", *FEW, shell=">&-") == (0, "")
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_command_with_connections_works_without_standard_files(closed: str) -> None:
+    """Its first sockets had their numbers, and libuv ended the process as it closed one: a gateway at its end, before
+    it had written what it knew."""
+    few = ("--law", "math", "--trajectories", "2", "--scale", "0.01", "--client", "raw")
+    with serve(ToyChat()) as url:
+        status, said = ended("-m", "heddle", "replay", "--base-url", f"{url}/v1", *few, shell=closed)
+    assert (status, "Assertion" in said) == (0, False)
+
+
+def test_names_that_standard_output_cannot_express_are_written_otherwise(tmp_path: Path) -> None:
+    """A server may have another locale than its users. The work was done, and then there was a traceback."""
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 512, "output_length": 9, "hash_ids": [1]}\n')
+    command = ("-m", "heddle", "import", str(trace), "--out", str(tmp_path / "läufe.jsonl"))
+    assert ended(*command, PYTHONIOENCODING="ascii") == (0, "")
 
 
 def test_a_file_that_may_not_be_written_is_refused_before_the_work() -> None:
