@@ -144,7 +144,7 @@ def json_lines(
     path: Path, on_cut: Callable[[int], object] | None = None
 ) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
     """The lines of a file of JSON objects: number, bytes with this project's line end, and the object. Empty lines are
-    skipped.
+    skipped. Objects may have come as server-sent events, as `curl` saves those of `/v1/events`.
 
     Args:
         on_cut: Called with the number of a last line that has no line end and is no JSON, as in a log that was copied
@@ -157,8 +157,9 @@ def json_lines(
     with open_bytes(path) as lines:
         for number, line in enumerate(lines, start=1):
             content = (line.removeprefix(BOM_UTF8) if number == 1 else line).rstrip(b"\r\n")
-            if not content.strip():
+            if not content.strip() or content.startswith(b":"):  # a comment among events
                 continue
+            content = content.removeprefix(b"data: ")
             try:
                 said = orjson.loads(content)
             except orjson.JSONDecodeError as error:

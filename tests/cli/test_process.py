@@ -27,6 +27,7 @@ sys.argv = ["heddle", "simulate", "--help", sys.argv[1]]
 sys.exit(main())
 """
 SHORT = ("simulate", "coding-light-14b", "--tp", "4", "--policy", "verl", "--seed", "1", "--trajectories", "16")
+PIPE_BYTES = 64 * 1024
 FULL = """
 import resource, signal, sys
 from heddle.__main__ import main
@@ -116,12 +117,14 @@ def test_a_reader_that_has_read_enough_costs_no_file(tmp_path: Path) -> None:
     out = tmp_path / "runs.json"
     os.mkfifo(out)
     with subprocess.Popen(
-        [sys.executable, "-m", "heddle", *SHORT, "--json", str(out)], stdout=subprocess.PIPE, cwd=ROOT
+        [sys.executable, "-m", "heddle", *SHORT[:-1], "400", "--json", str(out)], stdout=subprocess.PIPE, cwd=ROOT
     ) as running:
         assert running.stdout is not None and running.stdout.readline()
-        with out.open("rb") as written:  # the command waits for its reader
+        with out.open("rb") as fifo:
             running.stdout.close()
-            assert len(orjson.loads(written.read())["runs"]) == 1
+            written = fifo.read()
+    assert len(orjson.loads(written)["runs"]) == 1
+    assert len(written) > PIPE_BYTES, "so the command still wrote it when its reader went"
     assert running.returncode == 141
 
 

@@ -6,6 +6,9 @@ from pathlib import Path
 import pytest
 
 from heddle.cli import main
+from predictor.tabular import TabularPredictor
+from predictor.training import learn_events
+from simulator.replay import replay
 from workloads.importers import detect_format, import_trace
 from workloads.importers.native import write_trace
 from workloads.laws import CODING, draw
@@ -203,6 +206,21 @@ def test_a_log_whose_lost_lines_leave_no_trajectory_is_refused_with_the_cause(lo
     log.write_bytes(b"".join([b'{"kind":"lost","num_lines":9000}\n', *events[arrivals[24] :]]))
     with pytest.raises(TraceError, match="all trajectories in it lack turns: whoever saved it fell behind"):
         import_trace(log)
+
+
+def test_events_are_read_as_curl_saves_them(log: Path, tmp_path: Path) -> None:
+    """`curl -N $B/v1/events > saved`, interrupted within an event. They were in no known form."""
+    lines = log.read_bytes().splitlines()
+    events = b"".join(b"data: " + line + b"\n\n: nothing yet\n\n" for line in lines)
+    saved = tmp_path / log.stem / "events.sse"
+    saved.parent.mkdir()
+    saved.write_bytes(b": watching\n\n" + events + b"data: " + lines[0][:20])
+    assert detect_format(saved) == "event-log"
+    assert import_trace(saved).trajectories == import_trace(log).trajectories
+    of_log, of_saved = TabularPredictor(), TabularPredictor()
+    assert learn_events(of_saved, saved, lambda number: None) == learn_events(of_log, log)
+    assert of_saved.dump() == of_log.dump()
+    assert replay(saved).num_actions == replay(log).num_actions > 0
 
 
 def test_trajectories_that_run_at_the_end_of_the_log_are_cut_there(log: Path) -> None:

@@ -65,7 +65,8 @@ def detect_format(path: Path) -> str:
         return "kv-cache-tester"
     head = []
     may_be_mooncake = False
-    for number, (where, line) in enumerate(read_lines(path)):
+    no_comments = ((where, line) for where, line in read_lines(path) if not line.startswith(":"))
+    for number, (where, line) in enumerate(no_comments):
         if number == _LINES_LOOKED_AT:
             break
         head.append(line)
@@ -89,7 +90,7 @@ def detect_format(path: Path) -> str:
 
 def _form_of_object(line: str) -> str | None:
     try:
-        record: Any = parse_json(line)
+        record: Any = parse_json(line.removeprefix("data: "))
     except ValueError:
         return None
     if not isinstance(record, dict):
