@@ -22,7 +22,7 @@ from gateway.kv.contexts import Contexts
 from gateway.kv.moves import KvMoves
 from gateway.memory import load_predictor, restored
 from gateway.messages.prompt_groups import PromptGroups
-from gateway.metrics import Metrics
+from gateway.metrics import Metrics, State
 from gateway.passes import Passes
 from gateway.passthrough import Passthrough
 from gateway.state.driver import Driver
@@ -152,7 +152,8 @@ async def _serving(
     hot = HotTurns(running, endings, legs, store, clock, settings, metrics)
     turns = Turns(settings, clock, fleet, reader, repeats, kept_tokens, running, hot, endings, metrics)
     passthrough = Passthrough(settings, fleet)
-    metrics.watch(scheduler, fleet, ledger, store, worker_pool, book, texts.counts if texts is not None else None)
+    counts = texts.counts if texts is not None else None
+    metrics.watch(State(scheduler, fleet, ledger, store, worker_pool, book, counts))
     passes = Passes()
     demand = Demand(clock, driver, ledger, passes)
     overview = Overview(clock, driver, ledger, metrics, passes)

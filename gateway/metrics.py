@@ -105,18 +105,9 @@ class Metrics:
         self._kv_moved_tokens.counts[outcome,] += num_tokens
         self._kv_move_seconds.observe(seconds)
 
-    def watch(
-        self,
-        scheduler: Scheduler,
-        fleet: Fleet,
-        ledger: Ledger,
-        store: Store,
-        worker_pool: WorkerPool,
-        book: TokenBook,
-        texts: BackgroundCounts | None,
-    ) -> None:
-        """Also show the state of these; `texts` is None if no text predictor runs."""
-        self.registry.register(_State(scheduler, fleet, ledger, store, worker_pool, book, texts))
+    def watch(self, state: "State") -> None:
+        """Also show this."""
+        self.registry.register(state)
 
     def page(self) -> bytes:
         """The page for Prometheus."""
@@ -159,8 +150,8 @@ class _Times(Collector):
         yield HistogramMetricFamily(self._name, self._text, buckets=buckets, sum_value=self._sum_s)
 
 
-class _State(Collector):
-    """What the gateway's parts know and count themselves."""
+class State(Collector):
+    """What the gateway's parts know and count themselves; `texts` is None if no text predictor runs."""
 
     def __init__(
         self,

@@ -169,12 +169,20 @@ def test_an_id_that_is_used_again_once_it_is_forgotten_is_another_trajectory(
     assert lengths(load_trace(tmp_path / "out.jsonl")) == lengths(first) | second
 
 
-def test_a_log_in_which_no_trajectory_began_is_refused_with_the_cause(log: Path) -> None:
-    """It was said to hold no trajectory."""
+@pytest.mark.parametrize(
+    ("head", "cause"),
+    [
+        (b'{"kind":"continued"}', "began in an older file, whose lines must come before it"),
+        (b'{"kind":"lost","num_lines":9000}', "all trajectories in it lack turns: whoever saved it fell behind"),
+    ],
+    ids=["rotated", "lost"],
+)
+def test_a_log_in_which_no_trajectory_began_is_refused_with_the_cause(head: bytes, cause: str, log: Path) -> None:
+    """It was said to hold no trajectory, and one with lost lines to need an older file."""
     events = log.read_bytes().splitlines(keepends=True)
     arrivals = [number for number, line in enumerate(events) if json.loads(line).get("type") == "TurnArrived"]
-    log.write_bytes(b"".join([b'{"kind":"continued"}\n', *events[arrivals[24] :]]))
-    with pytest.raises(TraceError, match="began in an older file, whose lines must come before it"):
+    log.write_bytes(b"".join([head + b"\n", *events[arrivals[24] :]]))
+    with pytest.raises(TraceError, match=cause):
         import_trace(log)
 
 
@@ -197,15 +205,6 @@ def test_lines_that_a_watcher_lost_are_told(
     left = lengths(load_trace(tmp_path / "out.jsonl"))
     for name, (group_id, context_tokens, turns) in left.items():
         assert whole[name] == (group_id, context_tokens, [*turns, *whole[name][2][len(turns) :]])
-
-
-def test_a_log_whose_lost_lines_leave_no_trajectory_is_refused_with_the_cause(log: Path) -> None:
-    """It was said to need an older file."""
-    events = log.read_bytes().splitlines(keepends=True)
-    arrivals = [number for number, line in enumerate(events) if json.loads(line).get("type") == "TurnArrived"]
-    log.write_bytes(b"".join([b'{"kind":"lost","num_lines":9000}\n', *events[arrivals[24] :]]))
-    with pytest.raises(TraceError, match="all trajectories in it lack turns: whoever saved it fell behind"):
-        import_trace(log)
 
 
 def test_events_are_read_as_curl_saves_them(log: Path, tmp_path: Path) -> None:
