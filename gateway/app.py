@@ -101,7 +101,7 @@ async def _serving(
     log = TurnLog()
     access = Access(settings.api_keys, settings.agent_keys, settings.admin_key)
     began_at, limits = clock(), settings.limits()
-    by_tokens = settings.token_legs == "auto"
+    by_tokens = settings.has_token_legs
     scheduler = Scheduler(POLICIES[settings.policy], limits, memory.records, began_at, can_preempt=by_tokens)
     event_log.begin(began_at, settings.policy, limits, memory.records, by_tokens)
 

@@ -459,6 +459,11 @@ class Settings(BaseSettings):
         is_set = "predictor" in self.model_fields_set
         return "tree" if self.policy == CMLFQ.name and not is_set else self.predictor
 
+    @property
+    def has_token_legs(self) -> bool:
+        """Whether turns are served at token level where engines can."""
+        return self.token_legs != "off"
+
     def token_limits(self) -> TokenLimits:
         """The settings of the token book."""
         return TokenLimits(

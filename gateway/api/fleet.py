@@ -76,7 +76,7 @@ class Engines:
             "id": member.engine_id,
             "object": "engine",
             "url": server.settings.url,
-            "kind": server.dialect.kind if server.dialect else server.settings.kind,
+            "kind": server.kind,
             "state": server.state.value,
             "is_cordoned": server.is_cordoned or bool(server.held),
             "cordon_reason": server.held or None,

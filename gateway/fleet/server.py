@@ -104,6 +104,11 @@ class Server:
         return self.address if self.generation == 1 else f"{self.address}~{self.generation}"
 
     @property
+    def kind(self) -> str | None:
+        """As it was seen, or else as it is configured; None if neither tells."""
+        return self.dialect.kind if self.dialect is not None else self.settings.kind
+
+    @property
     def token_routes(self) -> TokenRoutes | None:
         """None if it has none, as far as is known."""
         return self.dialect.tokens if self.dialect is not None else None

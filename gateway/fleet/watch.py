@@ -145,7 +145,7 @@ class Watch:
             found = await discover(server.http, server.settings.kind, timeout_s)
         except UnknownKind as fault:
             raise ObservationError(f"{fault}; name its kind") from None
-        server.dialect, server.asks_tokens = found.dialect, self._settings.token_legs == "auto"
+        server.dialect, server.asks_tokens = found.dialect, self._settings.has_token_legs
         server.asks_setup = True
         self._told(server, self._named(server, found.models))
 

@@ -74,7 +74,7 @@ class Legs:
         kv: KvMoves,
         lending: Lending,
     ) -> None:
-        self._settings = settings
+        self._settings, self._has_token_legs = settings, settings.has_token_legs
         self._clock = clock
         self._driver = driver
         self._fleet = fleet
@@ -188,7 +188,7 @@ class Legs:
         return begun
 
     async def _by_tokens(self, turn: Turn, dispatch: Dispatch, member: Member) -> Outcome | None:
-        if not turn.choices and (self._settings.token_legs == "off" or not may_take_tokens(turn.ask)):
+        if not turn.choices and not (self._has_token_legs and may_take_tokens(turn.ask)):
             return None
         self._tell_about(turn, dispatch)
         return await self._token_legs.run(turn, member, _request_id(turn), dispatch.priority)

@@ -50,17 +50,6 @@ def first_prompt_tokens(entry: Entry) -> int:
     return (first["prompt_tokens"] or 0) if first else 0
 
 
-def _num_finished(turns: Iterable[dict[str, Any]]) -> int:
-    return sum(turn["outcome"] == "finished" for turn in turns)
-
-
-def _first_finished(turns: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
-    for turn in turns:
-        if turn["outcome"] == "finished":
-            return turn
-    return None
-
-
 def progress_at_end(record: TrajectoryRecord) -> Progress:
     """A trajectory that ended well."""
     return Progress(
@@ -70,3 +59,14 @@ def progress_at_end(record: TrajectoryRecord) -> Progress:
         output_tokens=record.output_tokens,
         num_turns=record.num_turns,
     )
+
+
+def _num_finished(turns: Iterable[dict[str, Any]]) -> int:
+    return sum(turn["outcome"] == "finished" for turn in turns)
+
+
+def _first_finished(turns: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
+    for turn in turns:
+        if turn["outcome"] == "finished":
+            return turn
+    return None

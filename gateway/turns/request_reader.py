@@ -67,7 +67,7 @@ class RequestReader:
         book: TokenBook,
         reads_all: bool,
     ) -> None:
-        self._has_token_legs = settings.token_legs != "off"
+        self._has_token_legs = settings.has_token_legs
         self._fleet = fleet
         self._ledger = ledger
         self._conversations = conversations

@@ -65,7 +65,7 @@ class Turns:
         metrics: Metrics,
     ) -> None:
         self._settings = settings
-        self._max_answer_bytes, self._has_token_legs = settings.max_answer_bytes, settings.token_legs != "off"
+        self._max_answer_bytes, self._has_token_legs = settings.max_answer_bytes, settings.has_token_legs
         self._clock = clock
         self._fleet = fleet
         self._reader = reader

@@ -292,7 +292,7 @@ def _has(server: Server, version: str) -> bool:
 
 
 def _check(weights: NewWeights, server: Server) -> None:
-    kind = server.dialect.kind if server.dialect else server.settings.kind
+    kind = server.kind
     if weights.transfer is None or kind is None:
         return
     fields = transfer_fields(kind)
