@@ -103,7 +103,7 @@ async def replay(
         settings = replace(settings, model=settings.model or await _first_model(clients[0]))
         writer = Writer()
         if settings.calibrate:
-            await _calibrate(clients[0], writer, settings, rollout_id)
+            await _calibrate(clients[0], writer, settings)
         limit = asyncio.Semaphore(settings.concurrency) if settings.concurrency else nullcontext()
         began_at = time.perf_counter()
         async with asyncio.TaskGroup() as tasks:
@@ -145,13 +145,14 @@ async def _first_model(client: ChatClient) -> str:
         raise RequestFailed(f"the server does not list its models: not an answer of this API: {error!r}") from error
 
 
-async def _calibrate(client: ChatClient, writer: Writer, settings: ReplaySettings, rollout_id: str) -> None:
+async def _calibrate(client: ChatClient, writer: Writer, settings: ReplaySettings) -> None:
     for num_tokens in CALIBRATION_TOKENS:
         turns = (Turn(0, 1, 0.0),)
-        # A gateway refuses turns of an aborted trajectory, and a rollout's id may be used again.
+        # New ids, because a gateway refuses turns of an aborted trajectory; and of no rollout, whose counts they would
+        # change.
         name = f"calibration-{num_tokens}"
         probe = Trajectory(f"{name}-{uuid4().hex[:8]}", name, num_tokens, turns)
-        agent = _Agent(probe, client, writer, replace(settings, finish=False), rollout_id, time.perf_counter())
+        agent = _Agent(probe, client, writer, replace(settings, finish=False), "", time.perf_counter())
         # A probe that fails teaches nothing about the text; the first real turn will report what is wrong.
         await agent.run(nullcontext(), None, None)
         await agent.abort()
@@ -174,7 +175,7 @@ class _Agent:
         self._settings = settings
         self._began_at = began_at
         self._conversation = Conversation(trajectory, writer)
-        name = sent_id(f"{rollout_id}-{trajectory.trajectory_id}")
+        name = sent_id("-".join(filter(None, (rollout_id, trajectory.trajectory_id))))
         self._address = address_of(settings.identity, name, trajectory.group_id, rollout_id)
         # An agent without an identity learns the gateway's id from the answers.
         self._known_as = None if settings.identity == "none" else name

@@ -281,7 +281,10 @@ async def test_a_gateway_learns_nothing_from_calibration(client: Any, identity: 
         await replay(workload, settings)
         async with httpx.AsyncClient(base_url=gateway.url, headers=ADMIN, timeout=60.0) as http:
             demand = (await http.get("/v1/demand")).json()
+            rollout = (await http.get("/v1/rollouts/r")).json()
     assert demand["trajectories"] == []
+    if identity != "none":  # which names no rollout
+        assert rollout["num_trajectories"]["aborted"] == 0
     assert [one["output_tokens"] for one in demand["last_rollout"]["trajectories"]] == [5, 5, 5]
 
 
