@@ -222,6 +222,32 @@ def test_events_are_read_as_curl_saves_them(log: Path, tmp_path: Path) -> None:
     assert replay(saved).num_actions == replay(log).num_actions > 0
 
 
+def test_aborted_trajectories_are_left_out(log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As the two questions that `heddle replay` asks first, or the rest of an oversampled rollout: nobody knows how
+    they would have gone on. Training leaves them out too. The command says how many they are."""
+    lines = log.read_bytes().splitlines(keepends=True)
+    says = [json.loads(line) for line in lines]
+    aborted = list(dict.fromkeys(said["record"]["trajectory_id"] for said in says if said.get("record")))[:2]
+    for said in says:
+        if said.get("record") and said["record"]["trajectory_id"] in aborted and said["record"]["state"] == "finished":
+            said["record"]["state"] = "aborted"
+    whole = lengths(import_trace(log))
+    log.write_text("".join(f"{json.dumps(said)}\n" for said in says))
+    assert lengths(import_trace(log)) == {
+        name: one for name, one in whole.items() if name.rpartition("-")[0] not in aborted
+    }
+    assert learn_events(TabularPredictor(), log) == (22, 0)
+    assert main(["import", str(log), "--out", str(tmp_path / "out.jsonl")]) == 0
+    assert "Left out: trajectories that were aborted: 2.\n" in capsys.readouterr().out
+
+
+def test_a_log_in_which_all_trajectories_were_aborted_is_refused(log: Path) -> None:
+    """Nothing in it shows how an agent ends."""
+    log.write_bytes(log.read_bytes().replace(b'"state":"finished"', b'"state":"aborted"'))
+    with pytest.raises(TraceError, match=r"events\.jsonl: all trajectories in it were aborted$"):
+        import_trace(log)
+
+
 def test_trajectories_that_run_at_the_end_of_the_log_are_cut_there(log: Path) -> None:
     """A log can be imported while its gateway runs."""
     whole, events = import_trace(log), log.read_bytes().splitlines(keepends=True)

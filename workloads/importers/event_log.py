@@ -5,10 +5,11 @@
     {"at": 9.0, "kind": "action", "type": "Save", "record": {"trajectory_id": "t", "num_turns": 1, ...}}
 
 A trajectory is a session. One that began in an older file is left out: its record counts more turns than the log has.
-One that still runs at the log's end is cut there, and a last line that is cut off is left out. Turns that a killed
-gateway logged, and whose record it lost, are left out: its clients asked for them again. The next process tells in its
-first line which turns it knows. Once the gateway has forgotten a trajectory, or a process begins that does not know it
-(its store is another, or did not survive), its id may be another's.
+One that was aborted (its record's `state`) is left out too, as by `heddle predictor train`: nobody knows how it would
+have gone on. One that still runs at the log's end is cut there, and a last line that is cut off is left out. Turns that
+a killed gateway logged, and whose record it lost, are left out: its clients asked for them again. The next process
+tells in its first line which turns it knows. Once the gateway has forgotten a trajectory, or a process begins that does
+not know it (its store is another, or did not survive), its id may be another's.
 
     {"at": 12.0, "kind": "start", "records": [{"trajectory_id": "t", "num_turns": 1, ...}], ...}
 
@@ -40,6 +41,7 @@ class _Session:
     trajectory_id: str
     group_id: str = ""
     num_turns: int = 0
+    is_aborted: bool = False
     calls: list[Call] = field(default_factory=list)
 
 
@@ -73,13 +75,44 @@ def read_event_log(path: Path) -> Workload:
     """The workload of a log.
 
     Raises:
-        TraceError: If a line is malformed; the message names the line and the field. If no trajectory began in the log.
+        TraceError: If a line is malformed; the message names the line and the field. If no trajectory began in the log
+            and went on unaborted.
         OSError: If the file cannot be read.
+    """
+    cut: list[int] = []
+    sessions, num_lost = _read(path, cut)
+    begun = [session for session in sessions if session.calls or session.num_turns]
+    whole = [session for session in begun if not session.is_aborted and len(session.calls) == session.num_turns]
+    num_aborted = sum(session.is_aborted for session in begun)
+    num_partial = len(begun) - num_aborted - len(whole)
+    lacks = "lack turns" if num_lost else "began in an older file, whose lines must come before it"
+    if begun and not whole:
+        behind = ": whoever saved it fell behind the gateway" if num_lost else ""
+        are = ["were aborted"] * (num_aborted > 0) + [lacks + behind] * (num_partial > 0)
+        raise TraceError(f"{path}: all trajectories in it {' or '.join(are)}")
+    for session in whole:  # they are logged when they end
+        session.calls.sort(key=lambda call: call.started_at_s or 0.0)
+    calls_of = ((session.trajectory_id, session.calls) for session in whole)
+    workload = workload_of_sessions(path.name.split(".")[0], calls_of, (session.group_id for session in whole))
+    left_out = [f"line {number:,}, the last, which is cut off" for number in cut]
+    if num_lost:
+        left_out.append(f"lines that were lost where whoever saved it fell behind the gateway: {num_lost:,}")
+    if num_aborted:
+        left_out.append(f"trajectories that were aborted: {num_aborted:,}")
+    if num_partial:
+        left_out.append(f"trajectories that {lacks}: {num_partial:,}")
+    return replace(workload, left_out="; ".join(left_out))
+
+
+def _read(path: Path, cut: list[int]) -> tuple[list[_Session], int]:
+    """The sessions of a log, those that the gateway has forgotten first, and how many lines were lost.
+
+    Args:
+        cut: gets the number of the last line if that is cut off.
     """
     arrivals: dict[str, tuple[str, float]] = {}
     sessions: dict[str, _Session] = {}
     forgotten: list[_Session] = []
-    cut: list[int] = []
     clock = _Clock()
     num_lost = 0
     for number, _, fields in json_lines(path, on_cut=cut.append):
@@ -97,10 +130,12 @@ def read_event_log(path: Path) -> Workload:
                     _session(sessions, arrival[0]).calls.append(_call(record, arrival[1], clock.at_s(record)))
             case "Save":
                 saved = Record(record.fields.get("record"), f"{record.where}, record")
-                _session(sessions, saved.text("trajectory_id")).num_turns = saved.count("num_turns")
+                session = _session(sessions, saved.text("trajectory_id"))
+                session.num_turns = saved.count("num_turns")
+                session.is_aborted = saved.fields.get("state") == "aborted"
             case "Forget":
-                if (session := sessions.pop(record.text("trajectory_id"), None)) is not None:
-                    forgotten.append(session)
+                if (gone := sessions.pop(record.text("trajectory_id"), None)) is not None:
+                    forgotten.append(gone)
             case None if record.fields.get("kind") == "start":
                 num_kept = {kept.text("trajectory_id"): kept.count("num_turns") for kept in record.records("records")}
                 forgotten += [sessions.pop(name) for name in list(sessions) if name not in num_kept]
@@ -109,26 +144,7 @@ def read_event_log(path: Path) -> Workload:
                     del known.calls[known.num_turns :]
             case None if record.fields.get("kind") == "lost":
                 num_lost += record.count("num_lines")
-    begun = [session for session in (*forgotten, *sessions.values()) if session.calls or session.num_turns]
-    whole = [session for session in begun if len(session.calls) == session.num_turns]
-    num_partial = len(begun) - len(whole)
-    if num_partial and not whole:
-        raise TraceError(
-            f"{path}: all trajectories in it lack turns: whoever saved it fell behind the gateway"
-            if num_lost
-            else f"{path}: all trajectories in it began in an older file, whose lines must come before it"
-        )
-    for session in whole:  # they are logged when they end
-        session.calls.sort(key=lambda call: call.started_at_s or 0.0)
-    calls_of = ((session.trajectory_id, session.calls) for session in whole)
-    workload = workload_of_sessions(path.name.split(".")[0], calls_of, (session.group_id for session in whole))
-    left_out = [f"line {number:,}, the last, which is cut off" for number in cut]
-    if num_lost:
-        left_out.append(f"lines that were lost where whoever saved it fell behind the gateway: {num_lost:,}")
-    if num_partial:
-        is_why = "lack turns" if num_lost else "began in an older file, whose lines must come before it"
-        left_out.append(f"trajectories that {is_why}: {num_partial:,}")
-    return replace(workload, left_out="; ".join(left_out))
+    return [*forgotten, *sessions.values()], num_lost
 
 
 def _session(sessions: dict[str, _Session], trajectory_id: str) -> _Session:
