@@ -6,11 +6,11 @@ The model is what the predictor would have learned had it served them, so there 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from predictor.progress import Predictor, Progress
 from predictor.replay import play
-from workloads.traces import json_lines, shown
+from workloads.importers.event_log import group_of, read_events
+from workloads.importers.records import Record
 from workloads.trajectories import Trajectory
 
 
@@ -40,23 +40,14 @@ def learn_events(
         a rotation may have begun in the midst of them, or whose lines were lost.
 
     Raises:
-        ValueError: a line does not belong to an event log, or the file is damaged; the message names file and line.
+        TraceError: a line does not belong to an event log or is malformed, or the file is damaged; the message names
+            file, line and field.
         OSError: it cannot be read.
     """
     log = _Log(predictor, on_lost)
-    for number, _, said in json_lines(path, on_cut):
-        try:
-            log.take(said)
-        except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
-            raise ValueError(f"{path}, line {number}: {_fault(said, error)}") from None
+    for line in read_events(path, on_cut):
+        log.take(line)
     return log.num_ended, log.num_partial
-
-
-def _fault(said: dict[str, Any], error: Exception) -> str:
-    """What is wrong with a line that could not be taken."""
-    if "turns" in said:
-        return "not a line of an event log but of a trace, which --trace takes"
-    return f"not a line of an event log: {f'it lacks {error}' if isinstance(error, KeyError) else error}"
 
 
 class _Log:
@@ -70,53 +61,53 @@ class _Log:
         self._over: set[str] = set()  # until another turn opens them again
         self.num_ended = self.num_partial = 0
 
-    def take(self, line: dict[str, Any]) -> None:
-        match line.get("kind"):
+    def take(self, line: Record) -> None:
+        match line.fields.get("kind"):
             case "start":
-                self._began(line.get("records", []))
+                self._began(line.records("records"))
             case "continued":  # an older file comes before
                 pass
             case "lost":
-                num_lines = _count(line, "num_lines")
+                num_lines = line.count("num_lines")
                 if self._on_lost is not None:
                     self._on_lost(num_lines)
             case _:
                 self._happened(line)
 
-    def _began(self, records: Sequence[dict[str, Any]]) -> None:
+    def _began(self, records: Sequence[Record]) -> None:
         """A process begins, which knows these trajectories and no others. Turns that a killed one logged, and whose
         record it lost, are asked for again.
         """
-        num_kept = {str(record["trajectory_id"]): _count(record, "num_turns") for record in records}
+        num_kept = {record.text("trajectory_id"): record.count("num_turns") for record in records}
         for name in [name for name in self._progress if name not in num_kept]:
             self._forget(name)
         for name, num_turns in num_kept.items():
             if known := self._progress.get(name):
                 del known[num_turns + 1 :]
 
-    def _happened(self, line: dict[str, Any]) -> None:
-        match line["type"]:
+    def _happened(self, line: Record) -> None:
+        match line.fields.get("type"):
             case "TurnArrived":
                 self._arrived(line)
             case "TurnFinished":
                 self._finished(line)
             case "Save":
-                self._saved(line["record"])
+                self._saved(Record(line.fields.get("record"), f"{line.where}, record"))
             case "Forget":
-                self._forget(line["trajectory_id"])
+                self._forget(line.text("trajectory_id"))
 
-    def _arrived(self, line: dict[str, Any]) -> None:
-        name, prompt = str(line["trajectory_id"]), _count(line, "prompt_tokens")
-        self._turns[str(line["turn_id"])] = name
-        known = self._progress.setdefault(name, [Progress(name, str(line["group_id"]), prompt_tokens=prompt)])
+    def _arrived(self, line: Record) -> None:
+        name, prompt = line.text("trajectory_id"), line.count("prompt_tokens")
+        self._turns[line.text("turn_id")] = name
+        known = self._progress.setdefault(name, [Progress(name, group_of(line), prompt_tokens=prompt)])
         known[-1] = replace(known[-1], context_tokens=prompt)
         self._predictor.predict(known[-1])
 
-    def _finished(self, line: dict[str, Any]) -> None:
-        progress = self._progress.get(self._turns.pop(str(line["turn_id"]), ""))
+    def _finished(self, line: Record) -> None:
+        progress = self._progress.get(self._turns.pop(line.text("turn_id"), ""))
         if progress is None:  # its beginning is in an older file
             return
-        known, prompt, made = progress[-1], _count(line, "prompt_tokens"), _count(line, "output_tokens")
+        known, prompt, made = progress[-1], line.count("prompt_tokens"), line.count("output_tokens")
         progress.append(
             replace(
                 known,
@@ -128,8 +119,8 @@ class _Log:
             )
         )
 
-    def _saved(self, record: dict[str, Any]) -> None:
-        name, state = str(record["trajectory_id"]), record["state"]
+    def _saved(self, record: Record) -> None:
+        name, state = record.text("trajectory_id"), record.text("state")
         progress = self._progress.get(name)
         if state == "active":
             self._over.discard(name)
@@ -137,8 +128,8 @@ class _Log:
             return
         self._over.add(name)
         known = progress[-1]
-        is_whole = (known.num_turns, known.output_tokens) == (record["num_turns"], record["output_tokens"])
-        if state == "finished" and is_whole:
+        counted = record.count("num_turns"), record.count("output_tokens")
+        if state == "finished" and counted == (known.num_turns, known.output_tokens):
             self._predictor.ended(known)
             self.num_ended += 1
             return
@@ -151,10 +142,3 @@ class _Log:
         self._progress.pop(name, None)
         self._over.discard(name)
         self._predictor.dropped(name)
-
-
-def _count(line: dict[str, Any], name: str) -> int:
-    value = line[name]
-    if not isinstance(value, int | float) or isinstance(value, bool) or value < 0:
-        raise ValueError(f"{name}: must be a whole number from 0, not {shown(value)}")
-    return int(value)

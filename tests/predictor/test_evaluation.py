@@ -229,7 +229,7 @@ def test_a_line_that_is_not_an_event_is_named(line: bytes, tmp_path: Path) -> No
     ("line", "fault"),
     [
         ({"trajectory_id": "t", "turns": []}, "not a line of an event log but of a trace, which --trace takes"),
-        ({"kind": "event"}, "not a line of an event log: it lacks 'type'"),
+        ({"kind": "event"}, "not a line of an event log"),
     ],
 )
 def test_a_file_that_is_no_event_log_is_refused_in_words(
@@ -242,31 +242,45 @@ def test_a_file_that_is_no_event_log_is_refused_in_words(
     assert capsys.readouterr().err == f"heddle predictor train: {path}, line 1: {fault}\n"
 
 
+WHOLE = "must be a whole number from 0 to 10^20, not "
+
+
 @pytest.mark.parametrize(
     ("line", "fault"),
     [
-        ({"kind": "start", "records": [{"trajectory_id": "t", "num_turns": -1}]}, "num_turns"),
+        ({"kind": "start", "records": [{"trajectory_id": "t", "num_turns": -1}]}, f"records[0], num_turns: {WHOLE}-1"),
+        ({"kind": "start", "records": "t"}, "records: must be a list, not 't'"),
+        ({"kind": "start", "records": [None]}, "records[0]: must be a JSON object"),
+        ({"kind": "lost"}, f"num_lines: {WHOLE}None"),
+        ({"prompt_tokens": -7}, f"prompt_tokens: {WHOLE}-7"),
+        ({"prompt_tokens": 1e308}, f"prompt_tokens: {WHOLE}1e+308"),
+        ({"trajectory_id": ["t"]}, "trajectory_id: must be a string, not ['t']"),
+        ({"turn_id": None}, "turn_id: must be a string, not None"),
+        ({"group_id": 7}, "group_id: must be a string, not 7"),
+        ({"type": "TurnFinished", "output_tokens": -7}, f"output_tokens: {WHOLE}-7"),
+        ({"type": "TurnFinished", "prompt_tokens": "9", "output_tokens": 7}, f"prompt_tokens: {WHOLE}'9'"),
+        ({"type": "Save"}, "record: must be a JSON object"),
+        ({"type": "Save", "record": {"trajectory_id": "t"}}, "record, state: must be a string, not None"),
         (
-            {"type": "TurnArrived", "turn_id": "u", "trajectory_id": "t", "group_id": "g", "prompt_tokens": -7},
-            "prompt_tokens",
+            {"type": "Save", "record": {"trajectory_id": "t", "state": "finished", "num_turns": "?"}},
+            f"record, num_turns: {WHOLE}'?'",
         ),
-        ({"type": "TurnFinished", "turn_id": "t/0", "prompt_tokens": 9, "output_tokens": -7}, "output_tokens"),
-        ({"type": "TurnFinished", "turn_id": "t/0", "prompt_tokens": "9", "output_tokens": 7}, "prompt_tokens"),
+        ({"type": "Forget", "trajectory_id": {}}, "trajectory_id: must be a string, not {}"),
     ],
 )
 @pytest.mark.parametrize("name", ["tabular", "siblings"])
-def test_a_wrong_number_in_an_event_log_is_named(
+def test_a_wrong_field_of_an_event_log_is_named(
     name: str, line: dict[str, object], fault: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A negative one was learned from, or was a "math domain error" lines later, or a traceback."""
+    """A negative number was learned from, or was a "math domain error" lines later, or a traceback. Others were told in
+    Python's words."""
     path = tmp_path / "events.jsonl"
-    path.write_bytes(
-        b"\n".join([*logged("t", 10, "finished")[:1], json.dumps(line).encode(), *logged("t", 10, "active")])
-    )
+    arrived, *others = logged("t", 10, "finished")
+    wrong = json.dumps(json.loads(arrived) | line).encode()
+    path.write_bytes(b"\n".join([arrived, wrong, *others]))
     given = ["--predictor", name, "--events", str(path), "--out", str(tmp_path / "model")]
     assert main(["predictor", "train", *given]) == 2
-    wrong = f"{path}, line 2: not a line of an event log: {fault}: must be a whole number from 0, not "
-    assert wrong in capsys.readouterr().err
+    assert capsys.readouterr().err == f"heddle predictor train: {path}, line 2, {fault}\n"
 
 
 def test_a_line_with_a_number_too_large_for_a_float_is_named(tmp_path: Path) -> None:
@@ -275,7 +289,7 @@ def test_a_line_with_a_number_too_large_for_a_float_is_named(tmp_path: Path) -> 
     arrived, _, finished, _ = logged("t", 7, "active")
     turn = arrived, finished.replace(b": 7", b": 1e308")
     path.write_bytes(b"\n".join([*turn, *turn, arrived]))
-    with pytest.raises(ValueError, match=r"events\.jsonl, line 5: "):
+    with pytest.raises(ValueError, match=r"events\.jsonl, line 2, output_tokens: "):
         learn_events(TabularPredictor(), path)
 
 

@@ -271,6 +271,23 @@ def test_an_event_log_given_as_a_trace_is_refused_with_the_importer(
     assert main(["simulate", "--trace", str(out), "--fleet", str(tmp_path / "fleet.toml")]) == 0
 
 
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        ("{}", "not a line of an event log"),
+        ('{"trajectory_id":"t","turns":[]}', "not a line of an event log but of a trace, which --trace takes"),
+    ],
+)
+def test_a_line_of_something_else_is_refused_as_in_training(line: str, fault: str, log: Path) -> None:
+    """Two files in one, say. The import passed over it."""
+    lines = log.read_text().splitlines(keepends=True)
+    log.write_text("".join([*lines[:5], line + "\n", *lines[5:]]))
+    for read in (import_trace, lambda path: learn_events(TabularPredictor(), path)):
+        with pytest.raises(TraceError) as refused:
+            read(log)
+        assert str(refused.value) == f"{log}, line 6: {fault}"
+
+
 def test_a_log_is_not_overwritten_with_its_trace(log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Also under another name: what was recorded would be lost."""
     content, link = log.read_bytes(), tmp_path / "link.jsonl"

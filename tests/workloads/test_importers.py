@@ -108,8 +108,8 @@ def test_ids_may_be_numbers_and_lengths_may_be_floats(tmp_path: Path) -> None:
         ("mooncake", mooncake(10**400, 9, 5), r"line 2, timestamp: must be a number from 0 to 10\^20, not 1000"),
         ("dynamo", dynamo("r", 10**400, 5), r"line 2, input_length: must be a whole number from 0 to 10\^20, not 1000"),
         ("event-log", arrived(3) | {"group_id": 7}, "line 2, group_id: must be a string, not 7"),
-        ("event-log", {"type": "TurnFinished"}, "line 2, turn_id: must be a string, not None"),
-        ("event-log", {"type": "Save"}, "line 2, record: must be a JSON object"),
+        ("event-log", {"kind": "event", "type": "TurnFinished"}, "line 2, turn_id: must be a string, not None"),
+        ("event-log", {"kind": "action", "type": "Save"}, "line 2, record: must be a JSON object"),
         ("vllm-log", vllm_text(0, VLLM_MESSAGES[1][1]).replace("11-21", "13-41"), "line 2: time data '2024-13-41"),
         (
             "vllm-log",

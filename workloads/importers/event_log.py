@@ -21,6 +21,7 @@ are left out, and those of which no line comes later end there.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,25 @@ def is_event(fields: dict[str, Any]) -> bool:
     return kind in ("start", "continued", "lost") or (kind in ("event", "action") and "type" in fields)
 
 
+def read_events(path: Path, on_cut: Callable[[int], object] | None = None) -> Iterator[Record]:
+    """The lines of a log, gzipped or not, or of a saved `/v1/events`.
+
+    Args:
+        on_cut: Called with the number of the last line if that is cut off. None: that is an error.
+
+    Raises:
+        TraceError: While it is read, if a line does not belong to an event log, or the file is damaged; the message
+            names file and line.
+        OSError: If the file cannot be read.
+    """
+    for number, _, fields in json_lines(path, on_cut):
+        where = f"{path}, line {number}"
+        if not is_event(fields):
+            of_what = " but of a trace, which --trace takes" if "turns" in fields else ""
+            raise TraceError(f"{where}: not a line of an event log{of_what}")
+        yield Record(fields, where)
+
+
 def read_event_log(path: Path) -> Workload:
     """The workload of a log.
 
@@ -104,6 +124,11 @@ def read_event_log(path: Path) -> Workload:
     return replace(workload, left_out="; ".join(left_out))
 
 
+def group_of(arrived: Record) -> str:
+    """The group of a turn that arrived; empty if it is unknown."""
+    return arrived.text("group_id") if arrived.fields.get("group_id") else ""
+
+
 def _read(path: Path, cut: list[int]) -> tuple[list[_Session], int]:
     """The sessions of a log, those that the gateway has forgotten first, and how many lines were lost.
 
@@ -115,15 +140,14 @@ def _read(path: Path, cut: list[int]) -> tuple[list[_Session], int]:
     forgotten: list[_Session] = []
     clock = _Clock()
     num_lost = 0
-    for number, _, fields in json_lines(path, on_cut=cut.append):
-        record = Record(fields, f"{path}, line {number}")
+    for record in read_events(path, cut.append):
         clock.note(record)
         match record.fields.get("type"):
             case "TurnArrived":
                 trajectory_id = record.text("trajectory_id")
                 arrivals[record.text("turn_id")] = trajectory_id, clock.at_s(record)
-                if record.fields.get("group_id"):
-                    _session(sessions, trajectory_id).group_id = record.text("group_id")
+                if group_id := group_of(record):
+                    _session(sessions, trajectory_id).group_id = group_id
             case "TurnFinished":
                 arrival = arrivals.pop(record.text("turn_id"), None)
                 if arrival is not None:
