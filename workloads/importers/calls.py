@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from heapq import heappop, heappush
 from itertools import chain, pairwise, repeat
 
 from workloads.trajectories import Trajectory, Turn, Workload
@@ -21,6 +22,8 @@ from workloads.trajectories import Trajectory, Turn, Workload
 ASSUMED_TOKENS_PER_S = 50.0
 # A call that keeps less than this share of the previous context is another strand, or begins after a compaction.
 _MIN_KEPT_SHARE = 0.5
+# A leaf that no call continues: none has so many tokens.
+_NO_STRAND = math.inf, math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,22 +146,6 @@ def _kept_share(last: Call, call: Call) -> float:
     return kept / len(last.blocks)
 
 
-@dataclass(slots=True)
-class _Open:
-    """Strands that a call may continue, because their last prompts end with the same block.
-
-    Args:
-        least_tokens: A shorter prompt continues none of them. Thousands of requests may have one prompt.
-    """
-
-    strands: list[list[Call]] = field(default_factory=list)
-    least_tokens: float = math.inf
-
-    def add(self, strand: list[Call]) -> None:
-        self.strands.append(strand)
-        self.least_tokens = min(self.least_tokens, _tokens_after(strand[-1]))
-
-
 def _strands_by_prefix(calls: Iterable[Call]) -> list[list[Call]]:
     strands: list[list[Call]] = []
     open_strands: dict[tuple[int, int], _Open] = {}
@@ -176,21 +163,74 @@ def _strands_by_prefix(calls: Iterable[Call]) -> list[list[Call]]:
 def _take_continued(call: Call, open_strands: Mapping[tuple[int, int], _Open]) -> list[Call] | None:
     for depth in range(len(call.blocks), 0, -1):
         candidates = open_strands.get((depth, call.blocks[depth - 1]))
-        if candidates is None or call.prompt_tokens < candidates.least_tokens:
-            continue
-        for strand in candidates.strands:
-            if _can_follow(strand[-1], call):
-                candidates.strands.remove(strand)
-                return strand
+        strand = candidates.take(call) if candidates is not None else None
+        if strand is not None:
+            return strand
     return None
 
 
-def _tokens_after(call: Call) -> int:
-    return call.prompt_tokens + call.output_tokens
+class _Open:
+    """Strands that a call may continue, because their last prompts end with the same block: thousands, if a load
+    generator repeats a prompt.
 
+    They are the leaves of a binary tree, the oldest leftmost. Each node has the least tokens below it, of which a call
+    that continues a strand has no fewer, and the earliest end, before which it does not start. A strand that no call
+    so far could continue because it still ran is not in the tree yet: few calls meet a leaf in vain.
+    """
 
-def _can_follow(last: Call, call: Call) -> bool:
-    return call.prompt_tokens >= _tokens_after(last) and not _overlaps(last, call)
+    def __init__(self) -> None:
+        self._strands: list[list[Call]] = []
+        self._nodes = [_NO_STRAND, _NO_STRAND]  # the root is the second; the latter half are the leaves
+        self._running: list[tuple[float, int]] = []  # a heap: when a strand ends, and its place
+        self._latest_start_s = -math.inf
+
+    def add(self, strand: list[Call]) -> None:
+        if 2 * len(self._strands) == len(self._nodes):
+            self._make_room()
+        self._strands.append(strand)
+        ended_at_s = strand[-1].ended_at_s
+        heappush(self._running, (-math.inf if ended_at_s is None else ended_at_s, len(self._strands) - 1))
+
+    def take(self, call: Call) -> list[Call] | None:
+        """The oldest strand that the call continues, which is no longer among these then.
+
+        Cost: the logarithm of their number, if calls come in the order of their starts or of their ends.
+        """
+        started_at_s = math.inf if call.started_at_s is None else call.started_at_s + call.early_s
+        self._latest_start_s = max(self._latest_start_s, started_at_s)
+        while self._running and self._running[0][0] <= self._latest_start_s:
+            ended_at_s, place = heappop(self._running)
+            last = self._strands[place][-1]
+            self._set(place, (last.prompt_tokens + last.output_tokens, ended_at_s))
+        num_leaves, unseen = len(self._nodes) // 2, [1]
+        while unseen:
+            node = unseen.pop()
+            tokens, ended_at_s = self._nodes[node]
+            if tokens > call.prompt_tokens or ended_at_s > started_at_s:
+                continue
+            if node >= num_leaves:
+                self._set(node - num_leaves, _NO_STRAND)
+                return self._strands[node - num_leaves]
+            unseen += (2 * node + 1, 2 * node)
+        return None
+
+    def _set(self, place: int, leaf: tuple[float, float]) -> None:
+        nodes, node, least = self._nodes, len(self._nodes) // 2 + place, leaf
+        while node and nodes[node] != least:
+            nodes[node] = least
+            node //= 2
+            least = self._least_below(node)
+
+    def _make_room(self) -> None:
+        """For as many strands as there are."""
+        leaves = self._nodes[len(self._strands) :]
+        self._nodes = [_NO_STRAND] * 2 * len(leaves) + leaves + [_NO_STRAND] * len(leaves)
+        for node in reversed(range(1, 2 * len(leaves))):
+            self._nodes[node] = self._least_below(node)
+
+    def _least_below(self, node: int) -> tuple[float, float]:
+        (tokens, ended_at_s), (other_tokens, other_ended_at_s) = self._nodes[2 * node : 2 * node + 2]
+        return min(tokens, other_tokens), min(ended_at_s, other_ended_at_s)
 
 
 def _overlaps(last: Call, call: Call) -> bool:
