@@ -20,7 +20,7 @@ from uuid import uuid4
 
 from loadtest.agent import Conversation, Identity, Writer, address_of, chat_body, sent_id
 from loadtest.answers import NONSENSE
-from loadtest.clients import ChatClient, RequestFailed, if_known
+from loadtest.clients import ChatClient, RequestFailed, if_known, patience_s
 from loadtest.raw_client import RawClient
 from loadtest.results import RolloutResult, TrajectoryResult, TurnResult
 from workloads.trajectories import Trajectory, Turn, Workload
@@ -49,6 +49,8 @@ class ReplaySettings:
         max_retries: Of a request; see `loadtest.clients` for how long that bridges a restart.
         timeout_s: Of a request without a byte; with `raw`, of a whole turn. A turn may queue long in a rollout, so this
             is far above the SDK's 600 s.
+        models_timeout_s: Of the question for the server's models, which queues nowhere, beside what its retries wait
+            for a restart. Seen: over 10 s, from a vLLM that had just started on a busy machine.
         finish: Report the end of each trajectory to the gateway. A server without that route is left alone.
         calibrate: Ask two one-token questions first, to learn how many characters make a token.
         client: `sdk` is what agents use; `raw` costs less if thousands of agents share a processor.
@@ -64,6 +66,7 @@ class ReplaySettings:
     concurrency: int | None = None
     max_retries: int = 8
     timeout_s: float = 3_600.0
+    models_timeout_s: float = 60.0
     finish: bool = True
     calibrate: bool = True
     client: Literal["sdk", "raw"] = "sdk"
@@ -100,7 +103,7 @@ async def replay(
         at_once = min(settings.concurrency or len(workload.trajectories), len(workload.trajectories))
         num_clients = math.ceil(at_once / AGENTS_PER_CLIENT) if settings.client == "sdk" else 1
         clients = [await stack.enter_async_context(aclosing(_new_client(settings))) for _ in range(num_clients)]
-        settings = replace(settings, model=settings.model or await _first_model(clients[0]))
+        settings = replace(settings, model=settings.model or await _first_model(clients[0], settings))
         writer = Writer()
         if settings.calibrate:
             await _calibrate(clients[0], writer, settings)
@@ -132,9 +135,16 @@ def _new_client(settings: ReplaySettings) -> ChatClient:
     return SdkClient(*arguments)
 
 
-async def _first_model(client: ChatClient) -> str:
+async def _first_model(client: ChatClient, settings: ReplaySettings) -> str:
+    limit_s = patience_s(settings.max_retries) + settings.models_timeout_s
     try:
-        listed = await client.get("/models")
+        async with asyncio.timeout(limit_s):
+            listed = await client.get("/models")
+    except TimeoutError:
+        asked = f"GET {settings.base_url.rstrip('/')}/models"
+        raise RequestFailed(
+            f"the server does not list its models: no answer to {asked} within {limit_s:,g} s"
+        ) from None
     except RequestFailed as failure:
         raise RequestFailed(f"the server does not list its models: {failure}", failure.status) from failure
     if not listed.get("data"):

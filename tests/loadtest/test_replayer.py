@@ -16,6 +16,7 @@ from engines.simulated.settings import SimulatedEngineSettings
 from loadtest.clients import RequestFailed
 from loadtest.replayer import ReplaySettings, replay, streams
 from loadtest.results import RolloutResult, TurnResult
+from tests.engines.raw_server import raw_server
 from tests.support.engine import recorded_engine
 from tests.support.gateway import ADMIN, running_gateway
 from tests.support.toy_chat import Faults, ToyChat, serve
@@ -202,6 +203,16 @@ async def test_a_list_of_models_in_another_form_is_refused_in_words(
     app.faults = Faults(models=models)
     with pytest.raises(RequestFailed, match="the server does not list its models: not an answer of this API"):
         await replay(ONE_TURN, settings)
+
+
+async def test_a_server_that_accepts_connections_and_answers_nothing_is_named_soon(client: Any) -> None:
+    """As a hung one, or one of another protocol. The question for its models waited as long as a turn: an hour."""
+    async with raw_server(lambda peer: peer.until_client_leaves()) as server:
+        settings = ReplaySettings(f"{server.url}/v1", client=client, max_retries=0, models_timeout_s=0.3)
+        with pytest.raises(RequestFailed) as failed:
+            await replay(ONE_TURN, settings)
+    wrong = f"the server does not list its models: no answer to GET {server.url}/v1/models within 0.3 s"
+    assert str(failed.value) == wrong
 
 
 async def test_a_finish_may_be_answered_without_a_body(app: ToyChat, settings: ReplaySettings) -> None:
