@@ -98,7 +98,8 @@ def backoff_s(num_retries: int) -> float:
 
 
 def patience_s(num_retries: int) -> float:
-    """How long a client waits between this many retries at most."""
+    """How long a client waits between this many retries at most; what exceeds 10^12 retries does not count."""
+    num_retries = min(num_retries, 10**12)
     num_shorter = min(num_retries, _NUM_DOUBLINGS)
     return INITIAL_BACKOFF_S * (2.0**num_shorter - 1) + MAX_BACKOFF_S * (num_retries - num_shorter)
 

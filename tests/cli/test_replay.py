@@ -73,9 +73,12 @@ async def test_a_dead_address_is_reported_before_retries(capsys: pytest.CaptureF
     assert error.index(problem) < error.index("no answer")
 
 
-@pytest.mark.parametrize(("num_retries", "most_s"), [(0, 0), (3, 4), (4, 8), (8, 40), (10**9, 7_999_999_976)])
+@pytest.mark.parametrize(
+    ("num_retries", "most_s"), [(0, 0), (3, 4), (4, 8), (8, 40), (10**9, 7_999_999_976), (10**400, 7_999_999_999_976)]
+)
 def test_the_patience_that_is_told_is_that_of_the_client(num_retries: int, most_s: int) -> None:
-    """However many retries: to wait forever, some give a million. From a thousand on it was a traceback."""
+    """However many retries: to wait forever, some give a million. From a thousand on it was a traceback, and again from
+    10^308 on."""
     assert math.ceil(patience_s(num_retries)) == most_s
     slowest_s = [min(MAX_BACKOFF_S, INITIAL_BACKOFF_S * 2.0**retry) for retry in range(min(num_retries, 100))]
     assert all(0.75 * slowest <= backoff_s(retry) <= slowest for retry, slowest in enumerate(slowest_s))
