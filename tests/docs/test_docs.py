@@ -82,8 +82,11 @@ def test_every_named_command_and_file_exists(page: Path) -> None:
     text = page.read_text()
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert set(re.findall(r"(?:`|^)make ([a-z]+)", text, re.MULTILINE)) <= targets
-    for name in re.findall(rf"python -m ((?:{FOLDERS})[.a-z_]+)", text):
-        assert (ROOT / f"{name.replace('.', '/')}.py").exists(), name
+    for name, words in re.findall(rf"python\s-m\s((?:{FOLDERS})[.a-z_]+)([^`#|>]*)", text):
+        source = (ROOT / f"{name.replace('.', '/')}.py").read_text()
+        given = set(re.findall(r"(?<=\s)--[a-z][a-z-]*", words.partition("\n\n")[0]))
+        assert given <= set(re.findall(r'"(--[a-z][a-z-]*)"', source)), f"python -m {name}"
+        assert set(re.findall(r'"(--[a-z][a-z-]*)"[^()]*required=True', source)) <= given, f"python -m {name}"
     for path in re.findall(rf"(?<![\w/.-])(?:\.\./)?((?:{FOLDERS})/[\w/.-]+\.(?:toml|py|sh|csv|yaml))", text):
         assert (ROOT / path).exists(), path
     modules = {verb: module for verb, _, module in VERBS}
