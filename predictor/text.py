@@ -76,8 +76,10 @@ def read_examples(path: Path) -> list[TextExample]:
             total = int(_number(record, "total_tokens")) if "total_tokens" in record else 0
             base = float(_number(record, "base_tokens")) if "base_tokens" in record else 0.0
             examples.append(TextExample(str(text), str(record["group_id"]), made, turns, total, base))
-        except (KeyError, ValueError) as error:
-            raise ValueError(f"{path}, line {number}: not an example: {error!r}") from error
+        except KeyError as error:
+            raise ValueError(f"{path}, line {number}: not an example: it lacks {error}") from error
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: not an example: {error}") from error
     return examples
 
 
