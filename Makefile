@@ -156,4 +156,4 @@ $(VENV)/.installed: pyproject.toml constraints.txt deploy/make-venv.sh deploy/in
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) .venv-lowest .work
+	rm -rf $(VENV) $(VLLM_VENV) .venv-lowest .venv-compiled .work build *.egg-info
