@@ -115,10 +115,10 @@ rivals: vllm
 soak: install
 	$(BIN)/python -m loadtest.soak $(if $(MINUTES),--minutes $(MINUTES))
 
-## make results every policy on every scenario, in virtual time; resumes where it stopped (BUDGET=60: for an hour)
+## make results every policy on every scenario, in virtual time; resumes; writes docs/results-simulated.md (BUDGET=60: an hour of it, into .work/experiments)
 results: install
 	$(BIN)/python -m simulator.experiments $(if $(TRACE),--trace $(TRACE)) $(if $(BUDGET),--budget $(BUDGET)) \
-		--write docs/results-simulated.md
+		--write $(if $(BUDGET),.work/experiments/results.md,docs/results-simulated.md)
 
 ## make loop    64 simulated engines, gateway and controller: does reshaping a fleet gain what the simulator says? (half an hour)
 loop: install

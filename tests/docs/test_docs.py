@@ -109,6 +109,15 @@ def flags_of(module: str) -> frozenset[str]:
     return frozenset(flags)
 
 
+def test_a_target_that_rewrites_a_page_says_so() -> None:
+    """`make results` did not."""
+    makefile = (ROOT / "Makefile").read_text()
+    rewriting = re.findall(r"^([a-z]+):.*\n(?:\t.*\n)*?\t.*--write .*?(docs/[\w.-]+)", makefile, re.MULTILINE)
+    assert rewriting
+    for target, page in rewriting:
+        assert re.search(rf"^## make {target} .*writes {page}", makefile, re.MULTILINE), target
+
+
 def test_every_page_is_reachable_from_the_readme() -> None:
     """By links from page to page."""
     found, new = set(), {ROOT / "README.md"}
