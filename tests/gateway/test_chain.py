@@ -171,7 +171,7 @@ def test_of_several_stop_strings_across_a_seam_the_first_that_ends_there_ends_th
 
 @settings(max_examples=300)
 @given(
-    st.text("ab", min_size=1, max_size=12),
+    st.text("abc", min_size=1, max_size=12),
     st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3).map(tuple),
     st.booleans(),
     st.booleans(),
@@ -181,35 +181,53 @@ def test_stop_strings_end_an_answer_where_they_would_without_seams(
     text: str, stops: tuple[str, ...], includes: bool, tells: bool, data: st.DataObject
 ) -> None:
     """Tokens are the text's characters. Legs break off anywhere, also soon after another, while their engine holds back
-    text that may be part of a stop string; and stop strings overlap, or contain others."""
-    chain, heard = chain_of(stops, includes, tells=tells), ""
+    text that may be part of a stop string; and stop strings overlap, or contain others. An earlier process may have
+    made the first tokens, which nobody was told."""
+    chain, heard, expected = chain_of(stops, includes, tells=tells), "", pieces_of_leg(text, stops, includes, False)
+    num_before = data.draw(st.integers(0, len(expected) - 1), "tokens of an earlier process")
+    chain.restore(list(map(ord, text[:num_before])), [], [])
     while chain.finish_reason is None:
         if chain.output_ids:
             heard += chain.mend(["".join(map(chr, ids)) for ids in chain.candidates()]).text
         chain.begin_leg()
         num_tokens = data.draw(st.integers(1, 6), "tokens of this leg")
-        for piece in pieces_of_leg(text[len(chain.output_ids) :], stops, includes)[:num_tokens]:
+        holds_least = data.draw(st.booleans(), "this leg's engine holds back no more than it has to")
+        for piece in pieces_of_leg(text[len(chain.output_ids) :], stops, includes, holds_least)[:num_tokens]:
             if chain.finish_reason is None:
                 heard += chain.add(piece, "v1").text
-    expected = pieces_of_leg(text, stops, includes)
     assert chain.text == "".join(piece.text for piece in expected)
     assert heard == chain.text or not tells
     assert (chain.finish_reason, chain.stop_reason) == (expected[-1].finish_reason, expected[-1].stop_reason)
 
 
-def pieces_of_leg(text: str, stops: tuple[str, ...], includes: bool) -> list[Piece]:
-    """What an engine sends that makes this text, a token for each character, and sees no text before it."""
+def pieces_of_leg(text: str, stops: tuple[str, ...], includes: bool, holds_least: bool) -> list[Piece]:
+    """What an engine sends that makes this text, a token for each character, and sees no text before it. It holds back
+    the beginnings of stop strings, or always as much as these may take.
+    """
     told, pieces = 0, []
     for end in range(1, len(text) + 1):
         stop = next((stop for stop in stops if text[:end].endswith(stop)), None)
         reason = "stop" if stop else "length" if end == len(text) else None
-        held = 0 if includes or reason == "length" else len(stop) if stop else max(map(len, stops)) - 1
+        begun = [n for stop in stops for n in range(len(stop)) if text[:end].endswith(stop[:n])]
+        most = max(begun) if holds_least else max(map(len, stops)) - 1
+        held = 0 if includes or reason == "length" else len(stop) if stop else most
         free = max(end - held, told)
         pieces.append(Piece([ord(text[end - 1])], text[told:free], finish_reason=reason, stop_reason=stop))
         told = free
         if stop:
             break
     return pieces
+
+
+def test_text_that_a_second_engine_holds_back_is_told_behind_the_next_seam() -> None:
+    """The first one tells all, because none of it can be part of the stop string; the second one waits all the same."""
+    chain = chain_of(("END",))
+    heard = add_pieces(chain, ([1], "a"), ([1], "b")) + chain.mend(["ab", "a"]).text
+    chain.begin_leg()
+    heard += add_pieces(chain, ([1], ""), ([1], "")) + chain.mend(["abcd", "abc", "ab", "a"]).text
+    chain.begin_leg()
+    heard += add_pieces(chain, ([1], "efgh"))
+    assert heard == chain.text == "abcdefgh"
 
 
 def test_text_of_doubtful_tokens_is_dropped_with_them_behind_a_seam_too() -> None:
