@@ -148,6 +148,10 @@ def test_a_continued_answer_is_recognised_as_one_message(conversations: Conversa
     for answer in (begun, "Go north."):
         assert continued(conversations, chat({"role": "assistant", "content": answer}, QUESTION)) == "a"
         conversations.release("a")
+    laughing = {**chat({"role": "assistant", "content": "ha"}), "continue_final_message": True, "echo": echo}
+    remember(conversations, "c", laughing, {"role": "assistant", "content": "haha"})
+    whole = {"role": "assistant", "content": "haha" if echo else "hahaha"}
+    assert continued(conversations, chat(whole, QUESTION)) == "c", "it goes on as it began"
     remember(conversations, "b", {**chat(), "continue_final_message": True}, called("c1"))
     assert continued(conversations, chat(called("c1"), result("c1", "x"))) == "b", "there was no answer to continue"
 

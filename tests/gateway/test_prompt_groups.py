@@ -83,6 +83,16 @@ def test_parts_of_a_conversation_are_those_of_its_beginning(
         assert names[:-1] == [name for name, _ in long[: len(short) - 1]]
 
 
+def test_parts_beyond_a_system_prompt_are_as_long_as_without_it() -> None:
+    """Its tokens are those of the preamble."""
+    said, body = "s" * 300, task("one")
+    spelled = ({"system": said} | body, {"messages": [{"role": "system", "content": said}, *body["messages"]]})
+    for longer in spelled:
+        parts = PromptGroups().parts(longer, 2 * preamble_of(longer)[1], 2_000)
+        expected = [1_000, *(tokens for _, tokens in PromptGroups().parts(body, 100, 1_000))]
+        assert [tokens for _, tokens in parts] == expected
+
+
 def test_a_long_conversation_has_a_bounded_number_of_parts() -> None:
     """The last one is the rest of it."""
     messages = [ASKED, {"role": "assistant", "content": "a"}] * 200

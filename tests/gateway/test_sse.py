@@ -49,6 +49,7 @@ def test_any_split_gives_the_same_events(stream: bytes, places: list[int]) -> No
     blocks = [splitter.feed(chunk) for chunk in cut(stream, places)]
     assert b"".join(blocks) + splitter.rest == stream
     assert splitter.rest.strip(b"\r\n") == b""
+    assert EventSplitter().feed(stream) == stream, "an LF that is there goes with its CR"
     events = [event for block in blocks for event in split_events(block)]
     assert b"".join(events) == b"".join(blocks)
     assert [found for event in events for found in parsed(event)] == parsed(stream)
@@ -114,6 +115,7 @@ def test_the_limit_is_per_event_not_per_stream() -> None:
         (b"event: x\ndata: a\ndata:  b\n\n", b"a\n b"),
         (b": keep-alive\n\n", b""),
         (b"\ndata: a\r\r", b"a"),
+        (b"data: a\rdata: b\n\n", b"a\nb"),
     ],
 )
 def test_data_is_the_data_lines_joined(event: bytes, data: bytes) -> None:

@@ -424,6 +424,19 @@ def test_streams_of_other_apis_have_their_content() -> None:
     assert content_of_stream("completions", [*texts, DONE]) == "ab"
 
 
+@pytest.mark.parametrize("is_incremental", [False, True])
+def test_the_content_of_sglangs_own_stream_is_that_of_its_first_output(is_incremental: bool) -> None:
+    """Each event has everything so far, or only what is new."""
+    events = []
+    for end in (1, 2, 3):
+        start = end - 1 if is_incremental else 0
+        for index, text, ids in ((0, "abc", [5, 6, 7]), (1, "xyz", [8, 9, 10])):
+            meta = {"completion_tokens": end}
+            told = {"text": text[start:end], "output_ids": ids[start:end], "meta_info": meta, "index": index}
+            events.append(event(told))
+    assert content_of_stream("generate", [*events, DONE]) == {"text": "abc", "token_ids": [5, 6, 7]}
+
+
 @pytest.mark.parametrize("api", [*STREAMS, "completions", "other"])
 @pytest.mark.parametrize(
     "block", [b"", DONE, b"data: {oops\n\n", b'data: {"choices":[{"delta":[1]}]}\n\n', b"data: [1]\n\n"]
