@@ -453,6 +453,26 @@ async def test_a_stalled_body_times_out() -> None:
         await until_client_leaves(server)
 
 
+async def test_a_waiting_reader_gets_each_piece_when_it_comes() -> None:
+    """It need not wait for the next one, so the time that it allows counts for each."""
+    was_read = asyncio.Event()
+
+    async def handler(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(STREAM_HEAD)
+        for part in (b"1\r\na\r\n", b"1\r\nb\r\n"):
+            await peer.send(part)
+            await was_read.wait()
+            was_read.clear()
+
+    async with server_and_client(handler) as (_, http):
+        response = await http.request("GET", "/")
+        for letter in (b"a", b"b"):
+            assert await response.piece(TIMEOUT_S) == letter
+            was_read.set()
+        response.close()
+
+
 async def test_abandoning_an_answer_closes_its_connection() -> None:
     """In the middle of a body, and before the head. The close tells the engine to stop."""
     async with server_and_client(sends_then_waits(STREAM_HEAD)) as (server, http):

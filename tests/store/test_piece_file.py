@@ -143,6 +143,7 @@ async def test_pieces_wait_for_a_program_that_keeps_their_file_locked(tmp_path: 
     with closing(sqlite3.connect(tmp_path / "s-pieces", isolation_level=None)) as database:
         database.execute("BEGIN IMMEDIATE")
         store.put_piece("t", "p", b"x")
+        assert not await store.settle(0.01) and store.health().ok, "it may still be written"
         assert not await store.settle(60.0)
         assert "locked" in store.health().detail
     await eventually(lambda: store.health().ok)
