@@ -92,9 +92,7 @@ class Circuits:
             tp=server.settings.tp,
             profile=server.profile,
             # KV that it offers to others comes back.
-            max_context_tokens=min(
-                filter(None, (capacity, *(model.max_context_tokens for model in server.models))), default=0
-            ),
+            max_context_tokens=min(filter(None, (capacity, server.context_tokens)), default=0),
             slots_are_assumed=slots is None,
             server_id=server.server_id if member.rank is not None else "",
         )

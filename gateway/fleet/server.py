@@ -114,6 +114,11 @@ class Server:
         return self.dialect.tokens if self.dialect is not None else None
 
     @property
+    def context_tokens(self) -> int:
+        """The longest prompt with its answer that it takes; 0 if it does not tell."""
+        return min(filter(None, (model.max_context_tokens for model in self.models)), default=0)
+
+    @property
     def num_legs(self) -> int:
         """Legs that this gateway runs on its engines."""
         return sum(member.num_legs for member in self.members)

@@ -178,12 +178,11 @@ class TokenLegs:
             return
         await self._kept_tokens.begin(turn)
         prompt_ids, parent = spliced(self._book, ask.trajectory_id, history, rendered.prompt_ids)
-        if rendered.fills_context and parent is not None:
-            room = rendered.max_tokens + len(rendered.prompt_ids) - len(prompt_ids)
-            if room > 0:
-                rendered = replace(rendered, max_tokens=room)
-            else:  # a branch: the engine's own route would find room behind the render
-                prompt_ids, parent = rendered.prompt_ids, None
+        fitted = _fitted(rendered, len(prompt_ids), member.server.context_tokens)
+        if fitted is None:  # a branch: the engine's own route would find room behind the render
+            prompt_ids, parent = rendered.prompt_ids, None
+        else:
+            rendered = fitted
 
         def known_of_prompt() -> Usage:
             return Usage(len(prompt_ids), 0, turn.choices[0].chain.cached_tokens)
@@ -258,6 +257,20 @@ class TokenLegs:
         turn.usage, turn.num_chunks, turn.finish_reason = usage, num_made, choices[0].finish_reason
         send_end = partial(outlet.stream, end, more=False) if turn.ask.wants_stream else partial(outlet.whole, 200, end)
         return Outcome(end, send_end, choices[0].content)
+
+
+def _fitted(rendered: Rendered, prompt_tokens: int, context_tokens: int) -> Rendered | None:
+    """The render for a prompt of so many tokens in place of its own; None if that leaves less room for the answer than
+    the client asked for. An answer that may fill the context takes the room that there is.
+
+    Args:
+        context_tokens: of the longest prompt with its answer; 0 if that is not known.
+    """
+    end = len(rendered.prompt_ids) + rendered.max_tokens
+    if rendered.fills_context or end >= context_tokens > 0:
+        room = end - prompt_tokens
+        return replace(rendered, max_tokens=room) if room > 0 else None
+    return None if prompt_tokens + rendered.max_tokens > context_tokens > 0 else rendered
 
 
 def _wants_logprobs(ask: Ask) -> bool:

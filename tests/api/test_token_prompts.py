@@ -257,31 +257,39 @@ async def test_a_client_that_edits_thoughts_begins_a_branch(text: str, sent: str
         assert (text if is_same else sent) in read
 
 
-@pytest.mark.parametrize("has_room", [True, False], ids=["with room", "without room"])
-async def test_a_chat_without_a_limit_has_the_room_that_its_prompt_leaves(has_room: bool) -> None:
-    """A client leaves out the thoughts, which the generated tokens have. SGLang refused the longer prompt with the room
-    of the shorter one, so later turns passed through. Thoughts that fill the context are left out, as on its own route.
-    """
+@on_both
+@pytest.mark.parametrize("limit", [None, 500])
+@pytest.mark.parametrize("num_thoughts", [20, 1_700, 2_100], ids=["with room", "with little room", "without room"])
+async def test_thoughts_that_a_client_leaves_out_cost_no_answer_its_room(
+    num_thoughts: int, limit: int | None, dialect: str
+) -> None:
+    """The prompt has the thoughts that were generated, so it may fill the context although the client's does not. vLLM
+    then refused the turn or cut its answer, and SGLang's passed through. Such a turn begins a branch without them, as
+    on the engine's own route. A turn without a limit takes the room that there is."""
     context_tokens = 2_000
-    text = "<think> plan" + " with care" * (20 if has_room else context_tokens) + "</think> done"
+    text = "<think> plan" + " with care" * (num_thoughts // 2) + "</think>done"
     ids = [*Tokenizer().encode(text), END]
-    meta = {"id": "g", "finish_reason": {"type": "stop", "matched": END}, "prompt_tokens": 5, "cached_tokens": 0}
-    meta |= {"completion_tokens": len(ids), "output_token_logprobs": [[-0.5, id, ""] for id in ids]}
-    answer = event({"text": text, "output_ids": ids, "meta_info": meta}) + DONE
-    engine = toy("sglang", reasoning_parser="qwen3", max_model_len=context_tokens)
+    engine = toy(dialect, max_model_len=context_tokens, **({} if dialect == "vllm" else {"reasoning_parser": "qwen3"}))
     async with running_site(engine, token_legs="auto") as site:
+        meta = {"id": "g", "finish_reason": {"type": "stop", "matched": END}, "prompt_tokens": 5, "cached_tokens": 0}
+        meta |= {"completion_tokens": len(ids), "output_token_logprobs": [[-0.5, id, ""] for id in ids]}
+        answer = event({"text": text, "output_ids": ids, "meta_info": meta}) + DONE
         site.engine.scripts["/generate"] = fixed(200, answer, b"text/event-stream")
-        fields: dict[str, Any] = {"max_tokens": None, "headers": {"x-trajectory-id": "a"}}
-        message = (await site.chat(**fields)).json()["choices"][0]["message"]
-        assert message["content"].strip() == "done"
+        site.engine.scripts[GENERATE] = made(text, ids)
+        fields: dict[str, Any] = {"max_tokens": limit, "headers": {"x-trajectory-id": "a"}}
+        assert (await site.chat(**fields)).status_code == 200
         site.engine.scripts.clear()
-        messages = [*HELLO, {"role": "assistant", "content": message["content"]}, {"role": "user", "content": "go on"}]
-        assert (await site.chat(messages=messages, **fields)).status_code == 200
+        messages = [*HELLO, {"role": "assistant", "content": "done"}, {"role": "user", "content": "go on"}]
+        answered = await site.chat(messages=messages, **fields)
+        assert answered.status_code == 200, answered.text
         first, second = await tokens_of(site, "a")
-        assert second["parent"] == (first["turn_id"] if has_room else None)
+        continues = num_thoughts == 20 or (num_thoughts == 1_700 and limit is None)
+        assert second["parent"] == (first["turn_id"] if continues else None)
         sent = generated(site)[-1]
-        assert (len(sent["input_ids"]) > len(ids)) is has_room
-        assert len(sent["input_ids"]) + sent["sampling_params"]["max_new_tokens"] == context_tokens - 1
+        prompt_ids, sampling = sent.get("token_ids") or sent["input_ids"], sent["sampling_params"]
+        assert (len(prompt_ids) > num_thoughts) is continues
+        room = context_tokens - len(prompt_ids) - (dialect == "sglang")
+        assert (sampling.get("max_tokens") or sampling.get("max_new_tokens")) == (limit or room)
 
 
 @on_both
