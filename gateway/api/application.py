@@ -257,7 +257,8 @@ async def _no_agent(request: Request, access: Annotated[Access, part(Access)]) -
 
 
 async def _no_other_parameters(request: Request) -> None:
-    """Raises Refused (400) for a parameter that the route does not have: a slip would otherwise be passed over.
+    """Raises Refused (400) for a parameter that the route does not have, or that is given more than once: a slip, or
+    all values but the last, would otherwise be passed over.
 
     Scrapers, load balancers and SDKs send some of their own to the other routes, and clients of other gateways to
     theirs (/finish_session).
@@ -270,6 +271,8 @@ async def _no_other_parameters(request: Request) -> None:
         if name not in known:
             hint = meant(name, known) or ("; known: " + ", ".join(known) if known else "")
             raise bad_request(f"{name[:100]}: unknown{hint}{'' if hint.endswith('?') else '.'}", name[:100])
+        if len(request.query_params.getlist(name)) > 1:
+            raise bad_request(f"{name}: given more than once.", name)
 
 
 def _meant(request: Request) -> str:

@@ -166,12 +166,14 @@ async def test_an_unknown_model_gets_404(client: httpx.AsyncClient) -> None:
         ("POST", "/v1/engines/x/drain?timeout=5", "timeout: unknown, did you mean timeout_s?"),
         ("POST", "/v1/rollouts/a/export?stat=finished", "stat: unknown, did you mean state?"),
         ("GET", "/v1/engines?all", "all: unknown."),
+        ("POST", "/v1/rollouts/a/export?state=finished&state=aborted", "state: given more than once."),
     ],
 )
-async def test_an_unknown_query_parameter_gets_400(
+async def test_an_unknown_or_repeated_query_parameter_gets_400(
     client: httpx.AsyncClient, method: str, target: str, message: str
 ) -> None:
-    """If it were ignored, a typo would list all rollouts instead of one, or drain with another timeout."""
+    """If it were ignored, a typo would list all rollouts instead of one, or drain with another timeout. Of two states,
+    an export had only the last."""
     async with running_gateway(admin_key="a") as gateway:
         response = await client.request(method, gateway.url + target, headers={"authorization": "Bearer a"})
         check_error("other", response, 400)
