@@ -1,9 +1,11 @@
 """What must hold of a scheduler between two events; for tests and for the simulator."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from math import isclose
 
 from scheduling.engine import Engine
+from scheduling.estimate import estimate_finish_s
 from scheduling.placement import UNMEASURED
 from scheduling.policy import Policy
 from scheduling.queues import Queues
@@ -54,6 +56,7 @@ def check(
 
 def _check_engine(policy: Policy, engine: Engine, trajectories: Mapping[str, Trajectory], queues: Queues) -> None:
     assert not engine.returning or not engine.accepting or not engine.has_slot, "a resident waits beside a free slot"
+    profile = engine.spec.profile or UNMEASURED.slower(engine.slowness.ratio)
     assert engine.kv_claimed == sum(engine.claims.values())
     longest = max(engine.claims.values(), default=0)
     assert engine.kv_held == engine.kv_claimed - engine.held_prompts.shared_tokens
@@ -62,11 +65,12 @@ def _check_engine(policy: Policy, engine: Engine, trajectories: Mapping[str, Tra
         engine.work.total_tokens, sum(share[0] for share in engine.shares.values()), rel_tol=1e-6, abs_tol=1e-3
     )
     assert engine.work.longest_tokens >= max((share[2] for share in engine.shares.values()), default=0.0)
+    timing = replace(profile, slots=engine.slots, kv_capacity_tokens=engine.spec.kv_capacity_tokens)
+    assert engine.finish_s == estimate_finish_s(timing, engine.work)
     assert set(engine.shares) == set(engine.claims)
     assert set(engine.prefills) <= set(engine.claims)
     assert engine.uncached_tokens == sum(engine.prefills.values())
     if engine.claims:
-        profile = engine.spec.profile or UNMEASURED.slower(engine.slowness.ratio)
         context_tokens = engine.kv_claimed / len(engine.claims)
         assert engine.refill_s == max(len(engine.running), 1) * profile.prefill_s(context_tokens)
     assert list(engine.in_tool.values()) == sorted(engine.in_tool.values())

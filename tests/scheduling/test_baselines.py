@@ -99,6 +99,8 @@ def test_verl_hybrid_gives_up_affinity_beyond_32_times_the_load() -> None:
     assert to_least_loaded_if_unbalanced(turn(), uneven[0], uneven[1:], uneven) is uneven[1]
     assert to_least_loaded_if_unbalanced(turn(), uneven[1], uneven[:1], uneven) is None
     assert to_least_loaded_if_unbalanced(turn(), uneven[0], [], uneven) is None
+    beside_idle = [even[0], engine("B")]
+    assert to_least_loaded_if_unbalanced(turn(), beside_idle[0], beside_idle[1:], beside_idle) is None
     assert round_robin_or_least_loaded(turn(0), even) is even[0]
     assert round_robin_or_least_loaded(turn(0), uneven) is uneven[1]
 
@@ -208,6 +210,7 @@ def test_residents_are_checked_although_no_turn_waits() -> None:
 def test_a_program_enters_a_full_engine_after_half_an_hour() -> None:
     """Even if running programs fill the engine; this is ThunderAgent's own rule, whatever Heddle's patience is."""
     fleet = Fleet(THUNDERAGENT, Limits(entry_patience_s=1, queue_timeout_s=10_000))
+    fleet.at = 5_000.0
     fleet.engine("A", kv=100)
     fleet.arrive("runs", prompt=90)
     assert fleet.arrive("new", prompt=60) == []
@@ -269,6 +272,8 @@ def test_a_program_starts_on_the_engine_with_the_most_free_kv() -> None:
     """Counted in tokens, not as a share."""
     small, large = engine("A", kv_claimed=100), engine("B", kv_claimed=900, kv_capacity_tokens=2_000)
     assert most_free_kv(turn(), [small, large]) is large
+    emptier = engine("C", kv_claimed=500, kv_capacity_tokens=2_000)
+    assert most_free_kv(turn(), [small, large, emptier]) is emptier
 
 
 @pytest.mark.parametrize(("kv_claimed", "share"), [(0, 0.0), (250, 0.25)])

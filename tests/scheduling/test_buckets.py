@@ -99,4 +99,6 @@ def test_heddle_buckets_never_moves_below_the_floor() -> None:
     late.without = lambda: Work(20_000, 380_000, 0)
     fleet = [engine(1), engine(8), late]
     assert lower_the_latest_above_floor(turn(20_000, 25_000), late, fleet[:2], fleet) is fleet[1]
+    alike = replace(engine(4), engine_id="alike")
+    assert lower_the_latest_above_floor(turn(20_000, 25_000), late, [alike], [*fleet, alike]) is alike
     assert lower_the_latest_above_floor(turn(20_000, 31_000), late, fleet[:2], fleet) is fleet[0]

@@ -2,7 +2,7 @@
 
 from scheduling.limits import Limits
 from scheduling.policy import VERL
-from scheduling.types import Abort, Dispatch, Fault, TrajectoryState
+from scheduling.types import Abort, Dispatch, Fault, Save, TrajectoryState
 from tests.scheduling.fleet import Fleet, record
 
 
@@ -123,7 +123,7 @@ def test_the_loss_of_an_unknown_engine_is_ignored() -> None:
 
 
 def test_a_lost_engine_comes_back_without_residents() -> None:
-    """All its KV is gone, also that of trajectories that had already lost their claims."""
+    """All its KV is gone, also that of trajectories that had already lost their claims. A next process knows, too."""
     fleet = Fleet(limits=Limits(in_tool_lease_s=1))
     fleet.engine("A", slots=2, kv=100)
     fleet.arrive("gave-way", prompt=80)
@@ -132,6 +132,10 @@ def test_a_lost_engine_comes_back_without_residents() -> None:
     fleet.arrive("in-tool", prompt=80)
     fleet.finish("in-tool", prompt=80)
     fleet.lose("A")
+    assert {one.record.trajectory_id: one.record.home for one in fleet.actions if isinstance(one, Save)} == {
+        "gave-way": None,
+        "in-tool": None,
+    }
     fleet.engine("A", slots=2, kv=100)
     assert fleet.claims("A") == {}
 

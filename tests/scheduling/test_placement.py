@@ -34,10 +34,10 @@ contexts = st.floats(0, 200_000)
 trajectories = st.tuples(tokens, contexts)
 
 
-def work_of(parts: list[tuple[float, float]]) -> Work:
+def work_of(parts: list[tuple[float, float]], vagueness: float = 1.0) -> Work:
     work = Work()
     for remaining, context in parts:
-        work = plus(work, remaining, context)
+        work = plus(work, remaining, context, vagueness * remaining)
     return work
 
 
@@ -46,11 +46,11 @@ def facts(engine_id: str = "A", work: Work | None = None, slots: int = 8, kv: in
 
 
 engines = st.builds(
-    lambda parts, slots, kv, base, uncached: EngineFacts(
+    lambda parts, slots, kv, base, uncached, vagueness: EngineFacts(
         "",
         replace(UNMEASURED, slots=slots, kv_capacity_tokens=kv, decode_base_ms=base),
         len(parts),
-        work_of(parts),
+        work_of(parts, vagueness),
         uncached_tokens=uncached,
     ),
     st.lists(trajectories, max_size=6),
@@ -58,6 +58,7 @@ engines = st.builds(
     st.one_of(st.just(0), st.integers(1_000, 1_000_000)),
     st.floats(1, 50),
     st.one_of(st.just(0), st.integers(1, 100_000)),
+    st.sampled_from([1.0, 1.5, 2.0, 3.0]),
 )
 fleets = st.lists(engines, min_size=1, max_size=5).map(
     lambda found: [replace(engine, engine_id=str(index)) for index, engine in enumerate(found)]
@@ -192,6 +193,20 @@ def test_a_prompt_is_worth_more_if_long_and_less_if_answers_are_long(prompt: int
     assert worth_s(2 * prompt, answer) > worth_s(prompt, answer)
 
 
+def test_only_what_is_cached_of_a_prompt_is_worth_something() -> None:
+    """A sibling had a shorter or a longer one. If answers take most of the time, twice the prefill is also twice the
+    share of it."""
+    turn = replace(turn_of(10_000.0, prompt=1_000), group_id="g")
+
+    def worth_s(cached_tokens: int, prompt: int = 1_000) -> float:
+        engine = replace(facts(), prompts={"g": cached_tokens})
+        return prompt_worth_s(replace(turn, prompt_tokens=prompt), engine, num_delayed=1)
+
+    assert worth_s(500) == pytest.approx(worth_s(1_000) / 4, rel=0.1)
+    assert worth_s(9_000) == worth_s(1_000)
+    assert worth_s(1_000, prompt=50_000) < worth_s(1_000) / 2, "it reads more KV for each token"
+
+
 def test_waiting_prefills_delay_an_engine() -> None:
     """Two engines have the same to decode, but one has contexts to prefill first."""
     busy, free = replace(facts("A"), uncached_tokens=10_000), replace(facts("B"), num_turns=3)
@@ -205,8 +220,10 @@ def test_a_trajectory_moves_where_the_soft_maximum_of_the_fleet_is_least(
 ) -> None:
     """Engines weigh exp(finish / temperature). The test computes the whole sum again for each engine that may be the
     target."""
-    home = data.draw(st.sampled_from(fleet))
-    candidates = data.draw(st.sets(st.integers(0, len(fleet) - 1))) - {fleet.index(home)}
+    latest = max(fleet, key=lambda engine: with_resident(engine, turn).finish_s)
+    home = data.draw(st.one_of(st.just(latest), st.sampled_from(fleet)))
+    others = set(range(len(fleet))) - {fleet.index(home)}
+    candidates = others - data.draw(st.sets(st.integers(0, len(fleet) - 1), max_size=2))
     fleet[fleet.index(home)] = home_with_turn = with_resident(home, turn)
     latest = max(fleet, key=lambda engine: engine.finish_s)
     guessed_s = latest.profile.decode_base_ms * latest.work.vague_tokens / 1000
@@ -343,6 +360,7 @@ def test_vague_tokens_grow_with_the_90th_percentile(mean: float, ratio: float, f
     assert 0 <= vague_tokens(mean, p90) <= vague_tokens(mean, later) <= later
     assert vague_tokens(mean, p90) == 0 or ratio > TELLING_RATIO
     assert vague_tokens(mean, p90) == p90 or ratio < VAGUE_RATIO
+    assert vague_tokens(mean, p90) < p90 or ratio > 0.999 * VAGUE_RATIO
 
 
 def test_a_move_that_gains_almost_nothing_is_not_made() -> None:
@@ -355,6 +373,16 @@ def test_a_move_that_gains_almost_nothing_is_not_made() -> None:
     home = with_resident(facts("A", work_of([(20_000, 1_000)]), slots=1), large)
     as_late = facts("B", work_of([(20_000, 1_000)] * 2), slots=1)
     assert lower_the_latest(large, home, [as_late], [home, as_late]) is None
+
+
+def test_no_engine_becomes_later_by_a_move_than_the_home_is() -> None:
+    """Though the home would end in half the time, and the other engine only a little later than by itself."""
+    turn = turn_of(20_000.0)
+    home = with_resident(facts("A", work_of([(20_000, 1_000)]), slots=1), turn)
+    late, earlier = facts("B", work_of([(39_950, 1_000)])), facts("C", work_of([(39_000, 1_000)]))
+    assert late.finish_s < home.finish_s
+    assert lower_the_latest(turn, home, [late], [home, late]) is None
+    assert lower_the_latest(turn, home, [earlier], [home, earlier]) is earlier
 
 
 def test_an_unmeasured_engine_counts_as_a_14b_on_one_h100() -> None:
@@ -372,3 +400,17 @@ def test_costs_are_monotone(num: int, kv: float, new: float, cached: float) -> N
     assert profile.decode_step_s(num, kv + 1) >= profile.decode_step_s(num, kv)
     assert profile.prefill_s(new + 1, cached) > profile.prefill_s(new, cached)
     assert profile.prefill_s(0, cached) == 0.0
+
+
+@given(st.floats(0.1, 10), st.integers(0, 100), st.floats(0, 100_000), st.floats(0, 100_000))
+def test_a_slower_engine_takes_as_many_times_as_long_for_everything(
+    ratio: float, num: int, tokens: float, cached: float
+) -> None:
+    """Steps of either kind, launches of prefills, and what requests wait for beside steps."""
+    profile = replace(UNMEASURED, request_ms=20.0, request_gap_ms=2.0, prefill_step_ms=3.0, prefill_least_tokens=50_000)
+
+    def times_s(one: EngineProfile) -> list[float]:
+        steps_s = [one.decode_step_s(num, tokens), one.prefill_s(tokens, cached), one.prefill_launch_s(tokens)]
+        return [*steps_s, one.request_ms, one.request_gap_ms]
+
+    assert times_s(profile.slower(ratio)) == pytest.approx([ratio * time_s for time_s in times_s(profile)])

@@ -83,6 +83,18 @@ def test_ranks_are_those_of_the_remaining_trajectories() -> None:
     assert isinstance(dispatch, Dispatch) and dispatch.engine_id == "A"
 
 
+def test_an_aborted_trajectory_has_no_rank_though_its_turn_still_runs() -> None:
+    """Nor has one that is finished. The next longest has it at once."""
+    fleet = declared_rollout(3)
+    fleet.arrive("l1", "long", predicted=20_000)
+    fleet.arrive("s1", "short1", predicted=1_001)
+    fleet.close("long", abort=True)
+    fleet.close("short2")
+    fleet.finish("s1")
+    assert fleet.arrive("s2", "short1", predicted=2_000) == []
+    assert fleet.home("short1") == "A"
+
+
 def test_later_turns_follow_a_trajectory_to_its_first_engine() -> None:
     """Its first turn waited until there was an engine; a later engine does not become its home."""
     fleet = Fleet(HEDDLE_PAPER)

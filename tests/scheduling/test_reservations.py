@@ -4,7 +4,7 @@ import pytest
 
 from scheduling.limits import Limits
 from scheduling.types import Fault, Refusal, Reject
-from tests.scheduling.fleet import Fleet
+from tests.scheduling.fleet import MODEL, Fleet
 
 
 def crowded() -> Fleet:
@@ -45,6 +45,16 @@ def test_a_large_turn_takes_the_first_engine_with_room() -> None:
     assert fleet.arrive("small", prompt=20) == []
     fleet.finish("b", prompt=40)
     assert fleet.sent(fleet.close("b")) == [("large", "B"), ("small", "A")]
+
+
+def test_no_engine_is_reserved_for_a_turn_that_it_can_never_hold() -> None:
+    """The one that can has less free KV now, but is kept for it."""
+    fleet = Fleet()
+    fleet.engine("A", slots=8, kv=100, models=(MODEL, "other"))
+    fleet.arrive("a", prompt=70)
+    fleet.engine("B", slots=8, kv=50)
+    assert fleet.arrive("large", prompt=60, predicted=9_000) == []
+    assert fleet.arrive("small", model="other", prompt=20) == []
 
 
 def test_a_more_urgent_turn_passes_a_reservation() -> None:

@@ -132,6 +132,12 @@ def test_where_gathering_pays_nothing_is_learned() -> None:
     assert fleet.scheduler.engines["A"].transit.leg_s == EAGER.request_ms / 1000
 
 
+def test_legs_are_ahead_where_gathering_does_not_pay() -> None:
+    """Seven legs lose 2 ms each by a step that prefills, and the next one comes after 25 ms."""
+    fleet = fleet_of(replace(FAR, prefill_least_tokens=100), gather_max_s=0.25)
+    assert play(fleet, num_turns=60, is_last=True) == 4 + 2
+
+
 def test_an_engine_that_runs_more_than_its_slots_gets_nothing_ahead() -> None:
     """Somebody set `slots` below its own limit: turns ahead would run, not wait."""
     fleet = fleet_of()

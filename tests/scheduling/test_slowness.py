@@ -113,6 +113,16 @@ def test_a_context_that_was_there_is_not_prefilled() -> None:
     assert slowness(fleet) == pytest.approx(1, rel=0.01)
 
 
+def test_reading_a_long_context_takes_time_on_the_assumed_engine_too() -> None:
+    """A turn that takes exactly as long as there says that the engine is as fast."""
+    fleet, prompt, output = Fleet(), 100_000, 2_000
+    fleet.engine("A")
+    fleet.arrive("a", prompt=prompt)
+    fleet.at += output * UNMEASURED.decode_step_s(1, prompt) + UNMEASURED.prefill_s(prompt)
+    fleet.finish("a", prompt=prompt, output=output)
+    assert slowness(fleet) == pytest.approx(1.0)
+
+
 def test_turns_wait_for_the_prefills_of_those_beside_them() -> None:
     """Two long prompts that arrive together are prefilled one after the other, and both turns take as long."""
     fleet = Fleet()

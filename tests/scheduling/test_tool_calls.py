@@ -59,6 +59,9 @@ def test_the_lease_depends_on_how_long_turns_take() -> None:
     fleet = play_calls(4.0, 100.0)
     assert fleet.arrive("b", prompt=55) == fleet.tick(4.4) == []
     assert fleet.sent(fleet.tick(0.2)) == [("b", "A")]
+    calls_s = [4.0, 100.0] * (LEARNS_EVERY // 2)
+    assert learned(calls_s, turn_s=1.0).lease_s(5.0) == pytest.approx(4.53, abs=0.01)
+    assert learned(calls_s, turn_s=2.0).lease_s(5.0) == 0.0
 
 
 def test_a_configured_lease_overrides_what_was_learned() -> None:
@@ -98,6 +101,13 @@ def test_new_calls_outweigh_old_ones() -> None:
     for _ in range(6 * MOST_CALLS):
         calls.note(100.0)
     assert calls.lease_s(10.0) == 0.0
+
+
+def test_many_equal_calls_teach_what_a_few_do() -> None:
+    """What is forgotten of them, and of the turns between them, is forgotten alike."""
+    for call_s, refill_s in ((8.0, 6.0), (4.0, 6.0)):
+        few, many = learned([call_s] * LEARNS_EVERY), learned([call_s] * (4 * MOST_CALLS + LEARNS_EVERY))
+        assert few.lease_s(refill_s) == many.lease_s(refill_s)
 
 
 def cycle_s(lease_s: float, calls_s: Sequence[float], turn_s: float, refill_s: float) -> float:

@@ -228,8 +228,9 @@ def test_a_declaration_without_a_group_takes_it_from_the_first_turn() -> None:
     fleet = Fleet()
     fleet.handle(TrajectoryDeclared(0.0, "bare", Prediction(10, 10)))
     fleet.declare("full")
-    for name in ("bare", "full"):
+    for name, saved in (("bare", ["step-7"]), ("full", [])):
         fleet.arrive(f"{name}-1", name, group="siblings", rollout="step-7")
+        assert [action.record.rollout_id for action in fleet.actions if isinstance(action, Save)] == saved
     records = {name: fleet.scheduler.trajectories[name].record() for name in ("bare", "full")}
     assert (records["bare"].group_id, records["bare"].rollout_id) == ("siblings", "step-7")
     assert (records["full"].group_id, records["full"].rollout_id) == ("g", "r")
