@@ -16,7 +16,7 @@ from heddle.cli import main
 from predictor.evaluation import evaluate, folds, markdown
 from predictor.named import PREDICTORS, predictor_named
 from predictor.progress import Progress
-from predictor.replay import Arrival, play
+from predictor.replay import Arrival, ReplayedPrediction, play
 from predictor.scoring import kendall, log_pearson, recall, score
 from predictor.siblings import SiblingPredictor
 from predictor.tabular import TabularPredictor
@@ -130,13 +130,15 @@ def test_one_group_is_evaluated_only_cold(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_the_tabular_predictor_beats_every_single_feature() -> None:
-    """On another draw of the law, in correlation, order and the longest fifth, after one turn and after four."""
+    """On another draw of the law, in correlation, order and the longest fifth, after one turn and after four. About
+    as many end below its percentiles as should."""
     splits = [(draw(CODING, 640, 101).trajectories, draw(CODING, 640, 2).trajectories)]
     rows = evaluate(splits, "chained", ["tabular"])
     for step in (1, 4):
         tabular, *singles = (row.score for row in rows if row.step == step)
         for figure in ("pearson", "remaining_pearson", "kendall", "recall_20"):
             assert getattr(tabular, figure) > max(abs(getattr(single, figure)) for single in singles)
+        assert (tabular.under_p50, tabular.under_p90) == pytest.approx((0.5, 0.9), abs=0.1)
     assert "against the best single feature" in markdown(rows)
 
 
@@ -453,6 +455,15 @@ def test_the_commands_report_missing_data_and_unknown_laws(tmp_path: Path, capsy
     assert main(["predictor", "train", "--out", str(tmp_path / "m")]) == 2
     assert main(["predictor", "evaluate", "--law", "no-such"]) == 2
     assert "no trajectory" in (errors := capsys.readouterr().err) and "no-such" in errors
+
+
+def test_what_is_left_is_the_total_less_the_output_made() -> None:
+    """Of a prediction of the total, but not of a feature, which may follow what is left by itself."""
+    lengths = [(9, 1_000), (500, 600), (3_000, 3_010), (40, 400), (1_000, 9_000)]
+    exact = [ReplayedPrediction(1, "t", made, total, total, None) for made, total in lengths]
+    feature = [replace(one, predicted_tokens=float(one.total_tokens - one.made_tokens)) for one in exact]
+    assert score(exact).remaining_pearson == score(feature, is_total=False).remaining_pearson == pytest.approx(1.0)
+    assert score(feature).remaining_pearson < 0.95
 
 
 def test_learning_counts_trajectories_and_scores_need_no_quantiles() -> None:

@@ -398,6 +398,7 @@ def test_running_trajectories_are_bounded() -> None:
     usual = predicted_total(predictor, Progress("t", "new"))
     assert predicted_total(predictor, Progress("t", "a")) == pytest.approx(usual, rel=1e-6)
     assert predicted_total(predictor, Progress("t", "c")) > 1.5 * usual
+    assert set(orjson.loads(predictor.dump())["running"]) == {"c"}
 
 
 def test_a_dump_of_an_earlier_version_is_restored() -> None:
