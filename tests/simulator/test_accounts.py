@@ -154,6 +154,10 @@ def test_an_outcome_agrees_with_the_log(
     finished = {result.trajectory_id for result in outcome.trajectories if result.ending is Ending.FINISHED}
     assert sorted(progress.trajectory_id for progress in predictor.ends) == sorted(finished)
     assert sorted([*predictor.drops, *finished]) == sorted(result.trajectory_id for result in outcome.trajectories)
+    for percent in (95, 99):
+        at, ends_at = outcome.summary()[f"p{percent}_trajectory_s"], [one.ended_at for one in outcome.trajectories]
+        num_ended, num_before = sum(end <= at for end in ends_at), sum(end < at for end in ends_at)
+        assert num_before < percent / 100 * number <= num_ended
     num_generated = sum(engine.num_generated_tokens for engine in outcome.engines)
     assert num_generated >= outcome.output_tokens
     assert faults != Faults() or reshape is not None or num_generated == outcome.output_tokens

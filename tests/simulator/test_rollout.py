@@ -386,6 +386,16 @@ def test_only_engines_launched_for_the_tail_speculate() -> None:
     )  # all engines have it already
 
 
+def test_engines_are_launched_for_the_tail_only_if_speculation_is_a_role() -> None:
+    """Otherwise all engines are alike, so that no role is a reason to launch one again."""
+    few, present = [Remaining(30_000.0, 256.0)] * 4, [PlannedEngine(1, 0, Role.BULK)] * 8
+    family = [load_profile(f"qwen3-14b-h100-tp{tp}") for tp in (1, 8)]
+    for roles, role in ((True, Role.TAIL), (False, Role.BULK)):
+        reshaper = Reshaper(Reshape(relaunch_s=5.0, roles=roles), family, 8, Speculation(speed_up=1.6, max_batch=8))
+        change = reshaper.change(few, present)
+        assert change is not None and {one.role for one in change.launches} == {role}
+
+
 def test_a_node_launched_for_the_tail_keeps_its_role() -> None:
     """If roles changed back, each change would cost a relaunch and gain nothing."""
     speculation = Speculation(speed_up=1.6, max_batch=8)

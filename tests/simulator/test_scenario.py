@@ -189,6 +189,17 @@ def test_a_fleet_with_two_profiles_of_one_size_cannot_be_reshaped(tmp_path: Path
         read(tmp_path, fleet + "[reshape]").fleets()
 
 
+def test_a_scenario_scales_output_and_tools_of_a_law(tmp_path: Path) -> None:
+    """Each by its own factor; the same trajectories otherwise."""
+    plain, scaled = (
+        read(tmp_path, FLEET + '[workload]\nlaw = "coding"\ntrajectories = 16\n' + scales).workloads(1)[0].trajectories
+        for scales in ("", "scale = 0.5\ntool_scale = 3.0\n")
+    )
+    assert [one.tool_s for one in scaled] == pytest.approx([3.0 * one.tool_s for one in plain])
+    tokens = [sum(one.output_tokens for one in trajectories) for trajectories in (scaled, plain)]
+    assert tokens[0] == pytest.approx(0.5 * tokens[1], rel=0.02)
+
+
 def test_the_bound_allows_for_tools_that_time_out_early(tmp_path: Path) -> None:
     """A timeout may be shorter than the tool call that hangs would have been."""
     asked = '[workload]\nlaw = "coding"\ntool_scale = 1000.0\ntrajectories = 4\n'
