@@ -163,9 +163,11 @@ async def test_a_connection_is_reused() -> None:
 
 @pytest.mark.parametrize("head", [b"HTTP/1.1 200 OK\r\nconnection: close\r\n", b"HTTP/1.0 200 OK\r\n"])
 async def test_a_connection_that_the_server_closes_is_not_reused(head: bytes) -> None:
-    """If the server announces the close, or speaks HTTP/1.0."""
-    async with server_and_client(always_sends(head + b"content-length: 5\r\n\r\nhello")) as (server, http):
+    """If the server announces the close, or speaks HTTP/1.0. It need not wait for the server to do so."""
+    answers = always_sends(head + b"content-length: 5\r\n\r\nhello")
+    async with server_and_client(answers, max_idle_s=60.0) as (server, http):
         await assert_gets(http)
+        await until_client_leaves(server)
         await assert_gets(http)
         assert len(server.peers) == 2
 
@@ -275,7 +277,7 @@ async def test_idle_connections_are_closed_after_max_idle_s() -> None:
 @pytest.mark.parametrize("extra", [b"x", HELLO])
 async def test_bytes_after_an_answer_end_the_connection(extra: bytes) -> None:
     """They would be taken for the next answer."""
-    async with server_and_client(sends_then_waits(HELLO, extra)) as (server, http):
+    async with server_and_client(sends_then_waits(HELLO, extra), max_idle_s=60.0) as (server, http):
         await assert_gets(http)
         await until_client_leaves(server)
         await assert_gets(http)

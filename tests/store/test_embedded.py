@@ -215,6 +215,41 @@ async def test_a_failed_heal_leaves_each_trajectory_once_with_all_that_settled(t
     assert (found.record, found.turns) == ({"number": 3}, [{"number": 1}, {"number": 3}])
 
 
+async def test_a_heal_replaces_the_record_at_once(tmp_path: Path) -> None:
+    """A process that is killed just after it leaves all that its owner put, not an empty record."""
+    path = tmp_path / "store.sqlite3"
+    process = child(
+        """
+        async def main():
+            store = open_store(f"sqlite:{sys.argv[1]}", StoreSettings(backoff_max_s=0.01))
+            await store.open()
+            def rewrite():
+                asyncio.get_running_loop().call_soon(os.kill, os.getpid(), signal.SIGKILL)
+                store.put_trajectory("t", {"number": 2})
+                store.append_turn("t", {"number": 2})
+            store.on_loss(rewrite)
+            store.append_turn("t", {"number": 1})
+            assert await store.settle(1.0)
+            limit(os.path.getsize(sys.argv[1] + "-wal"))
+            store.append_turn("t", {"number": 2})
+            assert not await store.settle(1.0)
+            limit(resource.RLIM_INFINITY)
+            print("healing", flush=True)
+            await asyncio.sleep(60.0)
+        asyncio.run(main())
+        """,
+        path,
+    )
+    assert process.stdout
+    assert process.stdout.read() == "healing\n"
+    process.communicate()
+    store = open_store(f"sqlite:{path}")
+    await store.open()
+    [found] = await store.load()
+    await store.close()
+    assert (found.record, found.turns) == ({"number": 2}, [{"number": 2}])
+
+
 async def test_a_program_that_keeps_the_file_locked_stalls_one_put(tmp_path: Path) -> None:
     """A shell with an unfinished transaction. Each put waited two seconds for it, with the whole event loop: turns took
     ten seconds, and health checks eight."""
