@@ -83,7 +83,7 @@ def _end_of_turn(turn: TurnTokens | KeptTurn) -> int | None:
     that one. A stop string's last token may be anywhere in the messages that follow.
     """
     history = turn.history.split()  # none of a completion, whose stop strings are not noted
-    if not turn.output_ids or not history or ONLY_WHOLE in history or turn.finish_reason == "length":
+    if not turn.output_ids or not history or ONLY_WHOLE in history:
         return None
     *made, last = turn.output_ids
     return None if last in made else last
