@@ -266,13 +266,14 @@ async def test_what_was_answered_about_a_trajectory_survives_a_kill(
         if path:
             assert (await client.post(trajectories, json={"id": "mine"})).status_code == 201
         redis.client_pause(PAUSE_MS, all=False)  # type: ignore[no-untyped-call]
-        body = {"": {"id": "mine"}, "/mine/reward": {"reward": 0.5}}.get(path)
+        body = {"": {"id": "mine", "metadata": {"task": 7}}, "/mine/reward": {"reward": 0.5}}.get(path)
         answer = await client.request(method, trajectories + path, json=body)
         assert answer.is_success and answer.json()["state"] == state
         await gateway.kill()
         await gateway.start()
         shown = (await client.get(trajectories + "/mine")).json()
-        assert (shown["state"], shown["reward"]) == (state, answer.json()["reward"])
+        told = answer.json()
+        assert [shown[name] for name in ("state", "reward", "declared")] == [state, told["reward"], told["declared"]]
 
 
 async def test_a_store_outage_is_logged_once(redis_server: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
