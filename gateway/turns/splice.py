@@ -19,6 +19,9 @@ from gateway.tokens.book import TokenBook
 from gateway.tokens.packed import KeptTurn
 from gateway.tokens.turn_tokens import ONLY_WHOLE, TurnTokens
 
+_END_TOKENS = 3
+"""By so many last tokens of a message its end is recognised: the one that ends it, and two of its text."""
+
 
 def spliced(
     book: TokenBook, trajectory_id: str, history: History | None, rendered: TokenIds
@@ -70,6 +73,8 @@ def joined(before: TurnTokens, rendered: TokenIds, ancestors: Iterable[KeptTurn]
         if start is None:
             return None
         new.insert(0, TokenIds(answer.text[start:]))
+    elif _is_split(output, answer, new[:-1]):
+        return None
     else:
         known.append(put_together((opening, output)))
     for mine, theirs in zip(known, found, strict=False):
@@ -87,6 +92,18 @@ def _end_of_turn(turn: TurnTokens | KeptTurn) -> int | None:
         return None
     *made, last = turn.output_ids
     return None if last in made else last
+
+
+def _is_split(output: TokenIds, answer: TokenIds, later: Iterable[TokenIds]) -> bool:
+    """Whether the render makes several messages of an answer, whose text spells the token that ends one: the answer
+    ends as a later message does, or has that as its end, and not as the first one does.
+    """
+    made = b"," + output.text
+    end = b",".join((b"", *made.rsplit(b",", _END_TOKENS)[1:]))
+    if (b"," + answer.text).endswith(end):
+        return False
+    texts = [b"," + message.text for message in later]
+    return any(text.endswith(end) or made.endswith(text) for text in texts)
 
 
 def _is_answer(mine: TokenIds, theirs: TokenIds, opening: TokenIds) -> bool:

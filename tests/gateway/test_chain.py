@@ -460,6 +460,22 @@ def test_an_answer_is_continued_with_the_thoughts_that_a_template_leaves_out(
         assert list(longer or ()) == [*prompt, 5, END, ASK, 4, END, ANSWER, THINK]
 
 
+@pytest.mark.parametrize(
+    ("rendered", "new"),
+    [
+        pytest.param([ANSWER, 3, END, 4, 5, END], [ASK, 2, END, ANSWER], id="and goes on"),
+        pytest.param([ANSWER, 3, END, ASK, 0, 4, 5, END], [ASK, 2, END, ANSWER], id="and asks itself"),
+        pytest.param([ANSWER, 3, 40, END, 5, END], [ANSWER], id="in other tokens"),
+        pytest.param([ANSWER, 3, 4, END, END], [ASK, 2, END, ANSWER], id="at its end"),
+    ],
+)
+def test_an_answer_that_spells_the_end_of_a_message_is_not_continued(rendered: list[int], new: list[int]) -> None:
+    """In ordinary tokens, as a model may write a chat template. The template makes several messages of such a text. The
+    later ones were in the prompt a second time, after the whole answer."""
+    output = [3, 30, 31, 32, 4, 5, END]
+    assert joined(turn([ASK, 1, END, ANSWER], output), TokenIds.of([ASK, 1, END, *rendered, *new])) is None
+
+
 def test_a_prompt_is_not_continued_with_what_a_template_moves_to_its_end() -> None:
     """Tools (9 ends answers only, as with Mistral): they would be in the next prompt twice."""
     tools = [70, 71]
