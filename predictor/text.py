@@ -17,7 +17,8 @@ from typing import Any
 from zlib import crc32
 
 from scheduling.types import Prediction
-from workloads.traces import json_lines, shown
+from workloads.importers.records import Record
+from workloads.traces import json_lines
 
 _HEAD_CHARACTERS, _TAIL_CHARACTERS = 1_500, 4_000
 _WORD = re.compile(r"\w+|[^\w\s]")
@@ -66,27 +67,38 @@ def read_examples(path: Path) -> list[TextExample]:
     """Examples from JSON lines, gzipped or not, with the fields of `TextExample`; `messages` may replace `text`.
 
     Raises:
-        OSError, ValueError: it cannot be read; the message names the line.
+        OSError, ValueError: it cannot be read; the message names line and field.
     """
-    examples = []
-    for number, _, record in json_lines(path):
-        try:
-            text = record["text"] if "text" in record else conversation_text(record["messages"])
-            made, turns = int(_number(record, "output_tokens")), int(_number(record, "num_turns"))
-            total = int(_number(record, "total_tokens")) if "total_tokens" in record else 0
-            base = float(_number(record, "base_tokens")) if "base_tokens" in record else 0.0
-            examples.append(TextExample(str(text), str(record["group_id"]), made, turns, total, base))
-        except KeyError as error:
-            raise ValueError(f"{path}, line {number}: not an example: it lacks {error}") from error
-        except ValueError as error:
-            raise ValueError(f"{path}, line {number}: not an example: {error}") from error
-    return examples
+    return [_example(Record(fields, f"{path}, line {number}")) for number, _, fields in json_lines(path)]
 
 
-def _number(record: Mapping[str, Any], name: str) -> int | float:
-    value = record[name]
+def _example(record: Record) -> TextExample:
+    return TextExample(
+        _text_of(record),
+        record.name("group_id"),
+        int(_number(record, "output_tokens")),
+        int(_number(record, "num_turns")),
+        int(_number(record, "total_tokens")) if "total_tokens" in record.fields else 0,
+        float(_number(record, "base_tokens")) if "base_tokens" in record.fields else 0.0,
+    )
+
+
+def _text_of(record: Record) -> str:
+    if "text" in record.fields:
+        text = record.fields["text"]
+        if not isinstance(text, str):
+            raise record.error("text", "must be a string")
+        return text
+    messages = record.fields.get("messages")
+    if not isinstance(messages, list):
+        raise record.error("messages", "must be a list, unless there is a text")
+    return conversation_text(messages)
+
+
+def _number(record: Record, name: str) -> int | float:
+    value = record.fields.get(name)
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= _MAX_NUMBER:
-        raise ValueError(f"{name}: must be a number from 0 to {_MAX_NUMBER:,}, not {shown(value)}")
+        raise record.error(name, f"must be a number from 0 to {_MAX_NUMBER:,}")
     return value
 
 

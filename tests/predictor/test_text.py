@@ -61,16 +61,36 @@ def test_any_messages_have_a_text(messages: object) -> None:
     assert isinstance(conversation_text(messages), str)
 
 
-def test_examples_are_read_and_a_bad_line_is_named(tmp_path: Path) -> None:
-    """Messages may take the place of a text. A line that lacks a field stops the reading and is named."""
+def test_messages_may_take_the_place_of_a_text(tmp_path: Path) -> None:
+    """As a turn's request has them."""
     path = tmp_path / "examples.jsonl"
     good = {"messages": [{"role": "user", "content": "hello"}], "group_id": "g", "output_tokens": 3, "num_turns": 1}
     path.write_text(json.dumps(good | {"total_tokens": 9}) + "\n")
     [example] = read_examples(path)
     assert "hello" in example.text and (example.output_tokens, example.total_tokens) == (3, 9)
-    path.write_text(json.dumps(good) + '\n{"text": "x"}\n')
-    with pytest.raises(ValueError, match=r"line 2: not an example: it lacks 'output_tokens'$"):
-        read_examples(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"output_tokens": ...}, "output_tokens: must be a number from 0 to 1,000,000,000, not None"),
+        ({"text": ...}, "messages: must be a list, unless there is a text, not None"),
+        ({"text": ..., "messages": "hi"}, "messages: must be a list, unless there is a text, not 'hi'"),
+        ({"text": None}, "text: must be a string, not None"),
+        ({"group_id": ...}, "group_id: must be a string, not None"),
+        ({"group_id": None}, "group_id: must be a string, not None"),
+    ],
+)
+def test_a_wrong_field_of_an_example_is_named(
+    change: dict[str, object], fault: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was told in Python's words, or read as the text or the group `None`."""
+    path = tmp_path / "examples.jsonl"
+    good = {"text": "x", "group_id": "g", "output_tokens": 3, "num_turns": 1, "total_tokens": 9}
+    wrong = {name: value for name, value in (good | change).items() if value is not ...}
+    path.write_text(json.dumps(good) + "\n" + json.dumps(wrong))
+    assert main(["predictor", "train", "--text", str(path), "--out", str(tmp_path / "text.pt")]) == 2
+    assert capsys.readouterr().err == f"heddle predictor train: {path}, line 2, {fault}\n"
 
 
 def test_examples_may_be_gzipped_with_empty_lines(tmp_path: Path) -> None:
@@ -88,7 +108,7 @@ def test_a_wrong_number_in_an_example_is_named(tmp_path: Path, name: str, wrong:
     good = {"text": "x", "group_id": "g", "output_tokens": 3, "num_turns": 1, "total_tokens": 9, "base_tokens": 7.5}
     path = tmp_path / "examples.jsonl"
     path.write_text(json.dumps(good) + "\n" + json.dumps(good | {name: wrong}))
-    with pytest.raises(ValueError, match=rf"examples\.jsonl, line 2: .*{name}: must be a number from 0"):
+    with pytest.raises(ValueError, match=rf"examples\.jsonl, line 2, {name}: must be a number from 0"):
         read_examples(path)
 
 
@@ -251,7 +271,7 @@ def test_a_recorded_prediction_is_kept() -> None:
 @pytest.mark.parametrize(
     ("lines", "more", "complaint"),
     [
-        (["{}"], [], "conversations.jsonl, line 1: not an example"),
+        (["{}"], [], "conversations.jsonl, line 1, messages: must be a list"),
         ([json.dumps({"text": "x", "group_id": "g", "output_tokens": 1, "num_turns": 0})], [], "has no total_tokens"),
         (
             [json.dumps({"text": "x", "group_id": "g", "output_tokens": 1, "num_turns": 0, "total_tokens": 9})],
