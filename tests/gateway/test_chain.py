@@ -230,6 +230,14 @@ def test_text_that_a_second_engine_holds_back_is_told_behind_the_next_seam() -> 
     assert heard == chain.text == "abcdefgh"
 
 
+def test_text_held_back_at_a_seam_is_told_if_no_more_tokens_are_needed() -> None:
+    """The leg before it had made as many as the client wants."""
+    chain = chain_of(("END",))
+    heard = add_pieces(chain, ([1], "a"), ([1], "")) + chain.mend(["aE", "a"]).text
+    heard += chain.finish("length").text
+    assert heard == chain.text == "aE"
+
+
 def test_text_of_doubtful_tokens_is_dropped_with_them_behind_a_seam_too() -> None:
     """A long stop string makes the gateway keep it."""
     chain = chain_of(("a long one",), tells=False)
