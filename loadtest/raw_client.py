@@ -166,7 +166,7 @@ class RawClient:
                     return await ask(attempt)
             except (OSError, EOFError, StreamBroken, _Refused) as error:
                 await self._before_retry(attempt, error)
-            except NONSENSE as error:
+            except (asyncio.LimitOverrunError, *NONSENSE) as error:
                 raise RequestFailed(f"not an answer of this API: {error!r}", num_retries=attempt) from error
         raise AssertionError("the last attempt returns or raises")
 

@@ -14,9 +14,10 @@ import pytest
 from engines.profiles import load_profile
 from engines.simulated.settings import SimulatedEngineSettings
 from loadtest.clients import RequestFailed
+from loadtest.raw_client import MAX_LINE_BYTES
 from loadtest.replayer import ReplaySettings, replay, streams
 from loadtest.results import RolloutResult, TurnResult
-from tests.engines.raw_server import raw_server
+from tests.engines.raw_server import Peer, raw_server
 from tests.support.engine import recorded_engine
 from tests.support.gateway import ADMIN, running_gateway
 from tests.support.toy_chat import Faults, ToyChat, serve
@@ -213,6 +214,20 @@ async def test_a_server_that_accepts_connections_and_answers_nothing_is_named_so
             await replay(ONE_TURN, settings)
     wrong = f"the server does not list its models: no answer to GET {server.url}/v1/models within 0.3 s"
     assert str(failed.value) == wrong
+
+
+async def test_an_endless_head_fails_its_turn(client: Any) -> None:
+    """As of a server of another kind. The raw client ended the whole replay with a traceback."""
+
+    async def pour(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(b"HTTP/1.1 200 OK\r\nx: " + b"x" * (MAX_LINE_BYTES + 1))
+
+    async with raw_server(pour) as server:
+        settings = ReplaySettings(f"{server.url}/v1", model="toy", client=client, calibrate=False, max_retries=0)
+        result = await replay(ONE_TURN, replace(settings, finish=False), queued_source=None)
+    assert result.num_failed_turns == 1
+    assert result.errors[0].startswith("t, turn 0: no")
 
 
 async def test_a_finish_may_be_answered_without_a_body(app: ToyChat, settings: ReplaySettings) -> None:
