@@ -117,6 +117,22 @@ def test_a_turn_may_finish_after_its_engine_is_lost() -> None:
     assert fleet.home("a") is None and fleet.scheduler.trajectories["a"].num_turns == 1
 
 
+def test_a_leg_that_grows_on_a_lost_engine_moves_no_turn() -> None:
+    """Nor those of a trajectory that had a claim there and now waits at its next home."""
+    fleet = Fleet()
+    fleet.engine("A", slots=2, kv=100)
+    fleet.arrive("a", prompt=40)
+    fleet.arrive("b1", "b", prompt=40)
+    fleet.finish("b1", prompt=40)
+    fleet.engine("B", kv=200)
+    fleet.lose("A")
+    fleet.arrive("b2", "b", prompt=60)
+    fleet.finish("b2", prompt=60)
+    fleet.arrive("c", prompt=20)
+    assert fleet.arrive("b3", "b", prompt=80) == fleet.progress("a", 1, 100) == []
+    assert fleet.sent(fleet.finish("c")) == [("b3", "B")]
+
+
 def test_the_loss_of_an_unknown_engine_is_ignored() -> None:
     """A driver and a controller may both report the same loss."""
     assert Fleet().lose("A") == []

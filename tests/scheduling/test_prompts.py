@@ -272,3 +272,14 @@ def test_an_entrant_whose_context_is_shorter_than_its_prompt_finds_no_more_than_
     fleet.engine("A", slots=1, kv=100)
     assert fleet.sent(fleet.finish("first", prompt=91, output=0)) == []
     assert fleet.claims("A") == {"t0": 91}
+
+
+def test_a_prompt_that_was_estimated_too_long_is_cut_once() -> None:
+    """Its context grows from there on, but the prompt stays what it was found to be, and a sibling finds all of it."""
+    fleet = Fleet()
+    fleet.engine("A", slots=8, kv=1_000)
+    fleet.arrive("a1", "a", prompt=100, group="g")
+    fleet.finish("a1", prompt=60)
+    fleet.arrive("a2", "a", prompt=80, group="g")
+    fleet.arrive("b", prompt=70, group="g")
+    assert fleet.claims("A") == {"a": 80, "b": 70} and fleet.scheduler.engines["A"].kv_held == 80

@@ -23,14 +23,15 @@ def learned(calls_s: Sequence[float], turn_s: float = 1.0) -> ToolCalls:
     return calls
 
 
-def play_calls(*calls_s: float, limits: Limits | None = None) -> Fleet:
-    """An agent whose turns take no time and whose tool calls take these times in turns; its context of 50 tokens fills
+def play_calls(*calls_s: float, limits: Limits | None = None, turn_s: float = 0.0) -> Fleet:
+    """An agent whose turns take so long and whose tool calls take these times in turns; its context of 50 tokens fills
     the engine in the last one."""
     fleet = Fleet(limits=limits)
     fleet.engine("A", slots=4, kv=60, profile=SLOW)
     for number in range(LEARNS_EVERY + 1):
         fleet.at += calls_s[number % len(calls_s)] if number else 0.0
         fleet.arrive(f"a{number}", "a", prompt=40)
+        fleet.at += turn_s
         fleet.finish(f"a{number}", prompt=40, output=10)
     return fleet
 
@@ -59,6 +60,7 @@ def test_the_lease_depends_on_how_long_turns_take() -> None:
     fleet = play_calls(4.0, 100.0)
     assert fleet.arrive("b", prompt=55) == fleet.tick(4.4) == []
     assert fleet.sent(fleet.tick(0.2)) == [("b", "A")]
+    assert fleet.sent(play_calls(4.0, 100.0, turn_s=2.0).arrive("b", prompt=55)) == [("b", "A")]
     calls_s = [4.0, 100.0] * (LEARNS_EVERY // 2)
     assert learned(calls_s, turn_s=1.0).lease_s(5.0) == pytest.approx(4.53, abs=0.01)
     assert learned(calls_s, turn_s=2.0).lease_s(5.0) == 0.0

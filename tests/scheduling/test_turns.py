@@ -388,6 +388,17 @@ def test_engines_that_break_off_and_live_are_tried_as_often_as_others() -> None:
     assert fleet.fail("a", leg=4, broke_off=True) == [Reject("a", Refusal.ENGINE_FAILED, 5.0)]
 
 
+def test_two_engines_that_broke_off_and_live_are_tried_again() -> None:
+    """After the pause, like engines that failed in another way."""
+    fleet = Fleet()
+    for engine_id in "AB":
+        fleet.engine(engine_id)
+    fleet.arrive("a")
+    assert fleet.sent(fleet.fail("a", leg=1, broke_off=True)) == [("a", "B")]
+    assert fleet.fail("a", leg=2, broke_off=True) == []
+    assert len(fleet.sent(fleet.tick(2.0))) == 1
+
+
 @pytest.mark.parametrize("fault", [Fault.REQUEST, Fault.CLIENT_LEFT, Fault.CLOSED])
 def test_only_an_engines_fault_is_retried(fault: Fault) -> None:
     """Any other fault ends the turn without a rejection: the driver knows what to answer."""
