@@ -53,6 +53,19 @@ def test_an_engine_whose_longest_trajectory_has_ended_sets_the_makespan_no_more(
     assert fleet.sent(fleet.arrive("m3", "m", prompt=1_000, predicted=20_000)) == [("m3", "Z")]
 
 
+def test_a_lost_engine_sets_the_makespan_no_more_and_a_new_one_counts_at_once() -> None:
+    """Whatever was seen of the fleet in the same second."""
+    fleet = busy_home()
+    fleet.engine("Z")
+    fleet.arrive("longest", predicted=500_000)
+    assert fleet.arrive("m2", "m", prompt=1_000, predicted=20_000) == []
+    fleet.fail("m2", leg=0, fault=Fault.CLIENT_LEFT)
+    fleet.lose("Z")
+    fleet.engine("B")
+    assert fleet.sent(fleet.fail("longest", can_retry=False)) == []
+    assert fleet.sent(fleet.arrive("m3", "m", prompt=1_000, predicted=20_000)) == [("m3", "B")]
+
+
 def test_the_longest_trajectory_moves_to_a_faster_engine() -> None:
     """The fleet ends when this one does, and its old home then has nothing left to do."""
     fleet = Fleet(HEDDLE)
