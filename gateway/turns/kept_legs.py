@@ -144,7 +144,7 @@ class KeptLegs:
         leg = self._claimed.get(turn.turn_id, {}).get(index)
         if leg is None:
             return None
-        if leg.stream_form != routes.stream_form or leg.prompt != xxh3_64_hexdigest(prompt.text):
+        if leg.stream_form != routes.stream_form or leg.prompt != name_of(prompt):
             self._end(self._claimed[turn.turn_id].pop(index))
             return None
         return leg.made
@@ -279,9 +279,14 @@ def _header(turn: Turn, choice: Choice, member: Member) -> dict[str, Any]:
         "leg": turn.leg,
         "engine": member.engine_id,
         "version": member.server.weight_version,
-        "prompt": xxh3_64_hexdigest(chain.prompt_ids.text),
+        "prompt": name_of(chain.prompt_ids),
         "made": (chain.output_ids, chain.logprobs, spans),
     }
+
+
+def name_of(prompt: TokenIds) -> str:
+    """A short name of a prompt, by which the next process tells it from others."""
+    return xxh3_64_hexdigest(prompt.text)
 
 
 def found_leg(name: str, descriptors: list[int]) -> KeptLeg | None:

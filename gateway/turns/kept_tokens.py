@@ -2,7 +2,8 @@
 
 When a gateway is killed, its clients ask again for turns whose tokens were partly made. Such a turn is recognised by
 its trajectory and its exact request, and continues from what was written down: of several turns, from the newest that
-no other turn continues.
+no other turn continues. If its prompt is another one now, it begins anew: an engine with more room in its context, or
+the end of another turn, decides whether the prompt has the thoughts of earlier answers.
 """
 
 from collections.abc import Set
@@ -12,6 +13,8 @@ from typing import Any
 import orjson
 from xxhash import xxh3_128
 
+from engines.token_ids import TokenIds
+from engines.tokens import TokenRoutes
 from gateway.clock import Clock
 from gateway.messages.transcripts import whole_answer
 from gateway.tokens.book import TokenBook, choice_id
@@ -19,7 +22,7 @@ from gateway.tokens.partials import Partials
 from gateway.tokens.turn_tokens import ONLY_WHOLE, TurnTokens, VersionSpan
 from gateway.turns.chain import Chain
 from gateway.turns.choice import Choice
-from gateway.turns.kept_legs import KeptLegs
+from gateway.turns.kept_legs import KeptLegs, name_of
 from gateway.turns.repeats import digest_of
 from gateway.turns.turn import Made, Turn
 from scheduling.types import Dispatch
@@ -75,6 +78,13 @@ class KeptTokens:
     def placed(self, turn: Turn, dispatch: Dispatch) -> Dispatch:
         """Where a turn's leg is to run: a leg of an earlier process continues where it still runs."""
         return dispatch if self.legs is None else self.legs.placed(turn, dispatch)
+
+    def made_before(self, turn: Turn, index: int, routes: TokenRoutes, prompt: TokenIds) -> Made | None:
+        """What an earlier process made of a choice behind this very prompt; None if nothing."""
+        kept = self.legs.made_before(turn, index, routes, prompt) if self.legs is not None else None
+        if kept is not None or index >= len(turn.made_before):
+            return kept
+        return turn.made_before[index] if turn.prompt_before in ("", name_of(prompt)) else None
 
     def leg_ended(self, turn: Turn) -> None:
         """Write down the output of choices that did not finish, because their legs are no longer kept."""
@@ -142,7 +152,8 @@ class KeptTokens:
         free = found.keys() - self._written.get(_request(turn), ())
         if free:
             self._writes_as(turn, max(free))
-            turn.num_parts, turn.made_before = len(found[turn.written_as]), _made(found[turn.written_as])
+            turn.num_parts = len(found[turn.written_as])
+            turn.made_before, turn.prompt_before = _made(found[turn.written_as])
             turn.versions_before += [span.version for _, _, spans in turn.made_before for span in spans]
             await self._partials.drop_behind(*_request(turn), turn.written_as, turn.num_parts)
 
@@ -178,18 +189,24 @@ def _unsaved(choice: Choice) -> tuple[Any, ...]:
         end = min(end, max(len(chain.output_ids) - 1, 0))
     start, choice.num_saved = min(choice.num_saved, end), end
     spans = [(span.version, span.start, span.end) for span in chain.versions if span.start < end]
-    return start, chain.output_ids[start:end], chain.logprobs[start:end], spans
+    prompt = "" if start else name_of(chain.prompt_ids)
+    return start, chain.output_ids[start:end], chain.logprobs[start:end], spans, prompt
 
 
-def _made(parts: list[bytes]) -> list[Made]:
+def _made(parts: list[bytes]) -> tuple[list[Made], str]:
+    """What was made, and the prompt behind which it was."""
     made: list[Made] = []
+    prompt = ""
     for part in parts:
-        for index, (start, ids, logprobs, spans, *_) in enumerate(orjson.loads(part)):  # a newer version may add some
+        # A newer version may add fields; an older one did not name the prompt.
+        for index, (start, ids, logprobs, spans, *more) in enumerate(orjson.loads(part)):
             if index == len(made):
                 made.append(([], [], []))
             known_ids, known_logprobs, versions = made[index]
             if start > len(known_ids):  # what comes between is lost
-                return made
+                return made, prompt
             known_ids[start:], known_logprobs[start:] = ids, logprobs
             versions[:] = [VersionSpan(*span[:3]) for span in spans]
-    return made
+            if not start:
+                prompt = more[0] if more else ""
+    return made, prompt

@@ -191,9 +191,7 @@ class TokenLegs:
         writer = ParsedWriter if rendered.needs_parser else TextWriter
         for index in range(num_choices(ask)):
             chain = Chain(rendered, prompt_ids, parent, ask.wants_stream, _wants_logprobs(ask))
-            made = turn.made_before[index] if index < len(turn.made_before) else None
-            if self._kept_legs is not None:
-                made = self._kept_legs.made_before(turn, index, routes, prompt_ids) or made
+            made = self._kept_tokens.made_before(turn, index, routes, prompt_ids)
             if made is not None:
                 chain.restore(*made)
             turn.choices.append(Choice(index, chain, writer(ask, frame, index), history))

@@ -34,6 +34,7 @@ class Turn:
         kv_by: how its KV reached that engine; "" if it was there already.
         choices: its choices, if it is served at token level; one, unless the client wants more.
         made_before: what an earlier process made of them.
+        prompt_before: names the prompt that this was made behind; "" if that is not known.
         versions_before: of the weights that made this, or what a leg of that process has been making since.
         written_as: the name under which its tokens are written down while it runs; it begins with the time of the turn
             that first had it, so the newest is the greatest. "" until the first are.
@@ -80,6 +81,7 @@ class Turn:
         "packed_answer",
         "predicted_tokens",
         "priority",
+        "prompt_before",
         "saved_at",
         "stale_version",
         "turn_id",
@@ -116,6 +118,7 @@ class Turn:
         self.engine_id = self.last_engine_id = ""
         self.choices: list[Choice] = []
         self.made_before: list[Made] = []
+        self.prompt_before = ""
         self.versions_before: list[str] = []
         self.saved_at, self.num_parts, self.written_as = arrived_at, 0, ""  # of its tokens, while it runs
         self.is_held = False

@@ -114,7 +114,7 @@ def test_a_field_nested_too_deeply_is_left_to_the_engine(name: str) -> None:
 
 
 def test_a_use_too_deep_to_be_converted_is_left_to_the_engine() -> None:
-    """JSON may be as deep as Python's recursion limit, at which the conversion ends. From 3.12 on that of C is higher."""
+    """JSON may be as deep as Python's recursion limit, where the conversion ends; from 3.12 on C has one of its own."""
     deep: dict[str, Any] = {}
     for _ in range(100_000):
         deep = {"a": deep}

@@ -477,6 +477,69 @@ async def test_stored_tokens_behind_a_lost_part_do_not_come_back(client: httpx.A
     assert later == [prompt + made[0][:2], prompt + made[0][:2] + made[1]]
 
 
+@pytest.mark.parametrize("is_same", [True, False])
+async def test_stored_tokens_of_another_prompt_are_not_continued(
+    client: httpx.AsyncClient, tmp_path: Path, is_same: bool
+) -> None:
+    """The first turn's thoughts, which the client leaves out, are in the second one's prompt only where they fit into
+    the context. The next process has an engine of another context, and went on from tokens that were made behind
+    the thoughts: the record had a prompt behind which they were never sampled."""
+    answers = ["<think> plan" + " with care" * 150 + "</think>done", " one two", " then more at last"]
+    asked_for: list[list[int]] = []
+    has_hung, may_end = asyncio.Event(), asyncio.Event()
+
+    async def play(asked: Asked, write: Callable[[bytes], Awaitable[None]]) -> None:
+        asked_for.append(asked.json["token_ids"])
+        text = answers[len(asked_for) - 1]
+        is_second = len(asked_for) == 2
+        ids = Tokenizer().encode(text) + ([] if is_second else [END])
+        entries = [{"token": "", "logprob": -0.5, "bytes": None, "top_logprobs": []} for _ in ids]
+        choice = {"index": 0, "text": text, "token_ids": ids, "logprobs": {"content": entries}, "stop_reason": None}
+        choice["finish_reason"] = None if is_second else "stop"
+        await write(b"data: %b\n\n" % orjson.dumps({"request_id": "g", "choices": [choice]}))
+        if is_second:
+            has_hung.set()
+            await may_end.wait()
+
+    settings: dict[str, Any] = {
+        "token_legs": "auto",
+        "store": f"sqlite:{tmp_path}/heddle.sqlite3",
+        "save_tokens_s": 1e-9,
+    }
+    named = {"x-trajectory-id": "a"}
+    first = body_of(0, "plain", "chat", False) | {"max_tokens": 500}
+    done, more = {"role": "assistant", "content": "done"}, {"role": "user", "content": "go on"}
+    second = first | {"messages": [*first["messages"], done, more]}
+    async with recorded_engine(engine_of("vllm", max_model_len=4_000)) as engine:
+        engine.scripts["/inference/v1/generate"] = Script(play)
+        async with running_gateway(engine.url, **settings) as gateway:
+            assert (await ask(client, gateway.url, "chat", first, named)).status == 200
+            unanswered = asyncio.create_task(ask(client, gateway.url, "chat", second, named))
+            await has_hung.wait()
+            await eventually(lambda: has_chunks(client, gateway.url))
+        may_end.set()
+        with contextlib.suppress(httpx.TransportError):
+            assert (await unanswered).status == 503
+        async with recorded_engine(engine_of("vllm", max_model_len=4_000 if is_same else 700)) as other:
+            other.scripts["/inference/v1/generate"] = Script(play)
+            async with running_gateway(other.url, **settings) as gateway:
+                assert (await ask(client, gateway.url, "chat", second, named)).status == 200
+                shown = (await client.get(f"{gateway.url}/v1/trajectories/a/tokens")).json()
+    _, before, after = asked_for
+    begun, rest = (Tokenizer().encode(text) for text in answers[1:])
+    turn = shown["turns"][-1]
+    if is_same:
+        assert after == before + begun and turn["output_ids"] == [*begun, *rest, END]
+    else:
+        assert len(after) < len(before) and turn["output_ids"] == [*rest, END]
+
+
+async def has_chunks(client: httpx.AsyncClient, url: str) -> bool:
+    """Whether some of a running turn has come."""
+    shown = (await client.get(f"{url}/v1/trajectories/a")).json()
+    return any(turn["chunks"] for turn in shown.get("live_turns", ()))
+
+
 MADE = ("vllm:generation_tokens_total", "sglang:generation_tokens_total")
 RUNNING = ("vllm:num_requests_running", "sglang:num_running_reqs")
 

@@ -84,7 +84,7 @@ async def test_a_turn_goes_on_from_what_a_newer_version_saved_of_it(tmp_path: Pa
         with sqlite3.connect(tmp_path / "heddle.sqlite3-pieces") as database:
             parts = database.execute("SELECT number, value FROM piece WHERE name LIKE 'partial/%'").fetchall()
             for row, data in parts:
-                said = [[*choice[:3], [[*span, NEW] for span in choice[3]], NEW] for choice in orjson.loads(data)]
+                said = [[*c[:3], [[*span, NEW] for span in c[3]], *c[4:], NEW] for c in orjson.loads(data)]
                 database.execute("UPDATE piece SET value = ? WHERE number = ?", (orjson.dumps(said), row))
         database.close()
         assert parts, "the test's premise"
