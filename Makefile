@@ -115,7 +115,7 @@ rivals: vllm
 soak: install
 	$(BIN)/python -m loadtest.soak $(if $(MINUTES),--minutes $(MINUTES))
 
-## make results every policy on every scenario, in virtual time; resumes; writes docs/results-simulated.md (BUDGET=60: an hour of it, into .work/experiments)
+## make results every policy on every scenario, in virtual time; resumes; writes docs/results-simulated.md (BUDGET=60: an hour, .work/experiments)
 results: install
 	$(BIN)/python -m simulator.experiments $(if $(TRACE),--trace $(TRACE)) $(if $(BUDGET),--budget $(BUDGET)) \
 		--write $(if $(BUDGET),.work/experiments/results.md,docs/results-simulated.md)

@@ -87,9 +87,8 @@ def grown(before: Sequence[Sample], after: Sequence[Sample]) -> list[str]:
 
 def stored_bytes(home: Path) -> int:
     """Bytes of the store's files; of logs, whose length is chance until they are emptied, only what is above that."""
-    files = {path.name: path.stat().st_size for path in home.glob("store.sqlite3*")}
-    logs = {name: size for name, size in files.items() if name.endswith("-wal")}
-    return sum(files.values()) - sum(min(size, _LOG_BYTES) for size in logs.values())
+    sizes = ((path.name, path.stat().st_size) for path in home.glob("store.sqlite3*"))
+    return sum(max(size - _LOG_BYTES, 0) if name.endswith("-wal") else size for name, size in sizes)
 
 
 def medians(before: Sequence[Sample], after: Sequence[Sample]) -> list[tuple[str, float, float]]:

@@ -25,8 +25,7 @@ def test_siblings_are_weighed_by_bayes_rule(
 ) -> None:
     """Ended members count, and the last message of each running member except the one that asks. Members that left do
     not."""
-    lengths = LENGTHS
-    groups = Groups(lengths, 4_000.0, 10)
+    groups = Groups(LENGTHS, 4_000.0, 10)
     group = groups.get("g", "")
     group.num_running = len(first)
     for in_bin in finished:
@@ -43,7 +42,7 @@ def test_siblings_are_weighed_by_bayes_rule(
         running, messages = running[:-1], messages[:-1]
 
     own = groups.own_variance
-    logs = -((LEVELS - lengths.mean) ** 2) / (lengths.variance - own)
+    logs = -((LEVELS - LENGTHS.mean) ** 2) / (LENGTHS.variance - own)
     for in_bin in finished:
         logs -= (LEVELS - in_bin) ** 2 / own
     for precision, position in running[1:]:

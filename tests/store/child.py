@@ -7,7 +7,7 @@ from pathlib import Path
 
 # The start of every script: `limit` lets no file grow beyond `num_bytes`, as a full disk does.
 _HEAD = """
-import asyncio, itertools, os, resource, signal, sys
+import asyncio, itertools, os, resource, sys
 from store import StoreAway, StoreSettings, open_store
 def limit(num_bytes):
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))

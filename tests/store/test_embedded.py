@@ -223,8 +223,11 @@ async def test_a_heal_replaces_the_record_at_once(tmp_path: Path) -> None:
         async def main():
             store = open_store(f"sqlite:{sys.argv[1]}", StoreSettings(backoff_max_s=0.01))
             await store.open()
+            def stop():
+                print("healed", flush=True)
+                sys.stdin.read()
             def rewrite():
-                asyncio.get_running_loop().call_soon(os.kill, os.getpid(), signal.SIGKILL)
+                asyncio.get_running_loop().call_soon(stop)
                 store.put_trajectory("t", {"number": 2})
                 store.append_turn("t", {"number": 2})
             store.on_loss(rewrite)
@@ -234,19 +237,12 @@ async def test_a_heal_replaces_the_record_at_once(tmp_path: Path) -> None:
             store.append_turn("t", {"number": 2})
             assert not await store.settle(1.0)
             limit(resource.RLIM_INFINITY)
-            print("healing", flush=True)
             await asyncio.sleep(60.0)
         asyncio.run(main())
         """,
         path,
     )
-    assert process.stdout
-    assert process.stdout.read() == "healing\n"
-    process.communicate()
-    store = open_store(f"sqlite:{path}")
-    await store.open()
-    [found] = await store.load()
-    await store.close()
+    found = await _trajectory_left_by(process, "healed", path)
     assert (found.record, found.turns) == ({"number": 2}, [{"number": 2}])
 
 
